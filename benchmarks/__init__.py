@@ -1,0 +1,1 @@
+"""Measurements behind the numbers we state: ``python -m benchmarks.NAME [--json out.json]``."""
