@@ -1,0 +1,1 @@
+"""Scripts: each parses its options, calls the package and saves the result."""
