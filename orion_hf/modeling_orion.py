@@ -431,8 +431,8 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
                 from .hub import push_folder
 
                 repo_id = kwargs.get("repo_id", os.path.basename(os.path.abspath(save_directory)))
-                options = ("private", "token", "revision", "create_pr", "commit_message", "license")
-                push_folder(save_directory, repo_id, **{name: kwargs[name] for name in options if name in kwargs})
+                names = {"private", "token", "revision", "create_pr", "commit_message", "license"}
+                push_folder(save_directory, repo_id, **{name: kwargs[name] for name in names & kwargs.keys()})
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Push:  # type: ignore[override]
         """Push the adapter, or full weights for a model without LoRA, with its card in one commit.

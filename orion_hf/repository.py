@@ -236,9 +236,12 @@ def read_prototypes(path: str | os.PathLike, shape: tuple[int, int]) -> tuple[Te
                         f"{path}: {name!r} must have the shape {shape}, for the classes of "
                         f"{ORION_CONFIG_NAME}, and has {found}. Save the model again, or remove the file."
                     )
-            return file.get_tensor("prototypes").float(), file.get_tensor("anchors").float()
+            prototypes, anchors = file.get_tensor("prototypes").float(), file.get_tensor("anchors").float()
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated or corrupt ({error}). Save or download it again.") from error
+    if not (prototypes.isfinite().all() and anchors.isfinite().all()):
+        raise ValueError(f"{path}: its numbers are not finite. Save the model again, or remove the file.")
+    return prototypes, anchors
 
 
 def write_prototypes(path: str | os.PathLike, prototypes: Tensor, anchors: Tensor) -> None:
