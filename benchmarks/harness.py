@@ -74,9 +74,7 @@ def update_readme(name: str, section: str) -> None:
 
 def arguments(description: str, repeats: int = 5) -> argparse.ArgumentParser:
     """A parser with the options all benchmarks have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write the measurements here")

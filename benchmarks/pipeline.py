@@ -1,10 +1,11 @@
 """Zero-shot classification of images against 1000 labels: the stock pipeline, ours, and the bare vision tower.
 
-    python -m benchmarks.pipeline --markdown --json pipeline.json     # some ten minutes, nearly all of it the stock pipeline
+    python -m benchmarks.pipeline --markdown --json pipeline.json     # some ten minutes, mostly the stock pipeline
 
-Models of ViT-B/32 and ViT-B/16 size with random weights, the 1000 ImageNet names in "a photo of a {}.", and CLIP's tokenizer
-class with a vocabulary learned on these prompts. "Tower" is the floor: preprocessing and ``get_image_features``, no
-text. Ours is timed from the second image on; the first call, which encodes the labels, is shown apart.
+Models of ViT-B/32 and ViT-B/16 size with random weights, the 1000 ImageNet names in "a photo of a {}.", and CLIP's
+tokenizer class with a vocabulary learned on these prompts. "Tower" is the floor: preprocessing and
+``get_image_features``, no text. Ours is timed from the second image on; the first call, which encodes the labels, is
+shown apart.
 """
 
 import time
@@ -113,9 +114,7 @@ def to_markdown(result: dict, command: str) -> str:
                 faster = "" if variant != "stock pipeline" else f"{run['best'] / runs['ours']['best']:.0f}x"
                 over = "" if variant == "tower" else f"{run['best'] / runs['tower']['best']:.2f}x"
                 seconds = f"{run['best']:.3f} ({run['median']:.3f})"
-                lines += [
-                    f"| {name} | {workload.replace('_', ' ')} | {variant} | {seconds} | {faster} | {over} |"
-                ]
+                lines += [f"| {name} | {workload.replace('_', ' ')} | {variant} | {seconds} | {faster} | {over} |"]
     for name, found in result["models"].items():
         lines += [
             "",

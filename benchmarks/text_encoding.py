@@ -137,9 +137,7 @@ def measure_memory(variant: str, workload: str) -> dict[str, float]:
 
 
 def workload(name: str, token_ids: list[list[int]], seconds: dict[str, dict]) -> dict:
-    tokens = {
-        variant: sum(b.numel() for b in batches(variant, token_ids)) for variant in ("padded", "trimmed")
-    }
+    tokens = {variant: sum(b.numel() for b in batches(variant, token_ids)) for variant in ("padded", "trimmed")}
     tokens["tree"] = sum(map(len, build_packs(token_ids)))
     ratios = {
         variant: {key: seconds[variant][key] / seconds["tree"][key] for key in ("best", "median")}
@@ -182,9 +180,7 @@ def measure_budgets(model: CLIPTextModelWithProjection, token_ids: list[list[int
 
 def to_markdown(result: dict, command: str) -> str:
     """The measurements as tables, for people."""
-    lines = [
-        f"`{command}` on {result['machine']}. Seconds are best (median) of the runs; ratios are of the best."
-    ]
+    lines = [f"`{command}` on {result['machine']}. Seconds are best (median) of the runs; ratios are of the best."]
     lines += [
         "",
         "| workload | variant | tokens | seconds | runs | tree is faster by |",

@@ -18,6 +18,8 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "OrionCLIPTextModel": "modeling_orion",
     "OrionTask": "tasks",
+    "OrionTrainer": "trainer",
+    "OrionTrainingArguments": "training_args",
     "OrionZeroShotImageClassificationPipeline": "pipeline",
     "load_embedded_clip": "embedded",
     "resolve_model_id": "embedded",
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     )
     from .tasks import OrionTask as OrionTask
     from .tiny_world import tiny_dataset as tiny_dataset
+    from .trainer import OrionTrainer as OrionTrainer
+    from .training_args import OrionTrainingArguments as OrionTrainingArguments
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,6 @@ a car at the end, punctuation and spaces, and at last a short list of other name
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from .prompt_tree import build_packs, encode_packs
 from .tasks import format_prompt
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel, CLIPTextModelWithProjection, PreTrainedTokenizerBase
+    from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 # Class of a built-in task -> the key of the CuPL file, where no rule of spelling connects them. Caltech101's "face" is
 # missing on purpose: the file has a centered and an off-center face, and which one is meant is for the user to say.
@@ -85,22 +84,6 @@ class ClassPrompts:
             "Rename its keys, or map them with aliases={class name: key}."
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """Tells apart what may have been read from files of the same name."""
-        digest = hashlib.sha256(json.dumps([self.class_names, self.sentences]).encode()).hexdigest()
-        return f"{sum(map(len, self.sentences))} sentences, sha256 {digest[:32]}"
-
-    def describe(self, tokenizer: PreTrainedTokenizerBase, max_length: int = 77) -> str:
-        """One line for people: how many sentences there are, how many are cut, which names were not used."""
-        sentences, _ = self.flat()
-        cut = tokenize_sentences(tokenizer, sentences, max_length).truncated
-        unused = f"; not used: {', '.join(self.unused_keys[:5])}" + (", ..." if len(self.unused_keys) > 5 else "")
-        return (
-            f"{len(sentences)} sentences for {len(self.class_names)} classes, {cut} of them cut at {max_length} tokens"
-            + (unused if self.unused_keys else "")
-        )
-
     def flat(self) -> tuple[list[str], Tensor]:
         """All sentences, and the class index ``(S,)`` of each."""
         counts = torch.tensor([len(sentences) for sentences in self.sentences])
@@ -127,19 +110,11 @@ def load_class_prompts(
         class_names: K names in label order.
         aliases: ``{class name: name in the file}``, before any rule.
     """
-    return match_class_prompts(read_prompts(path), class_names, aliases)
-
-
-def read_prompts(source: str | Path | Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """``{class name: [sentence, ...]}`` from a file, or as it is given; checked."""
-    if isinstance(source, Mapping):
-        record = {name: own if isinstance(own, str) else list(own) for name, own in source.items()}
-        return _check_record(record, "class_prompts")
     try:
-        record = json.loads(Path(source).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{source} is not UTF-8 JSON: {error}") from error
-    return _check_record(record, source)
+        raise ValueError(f"{path} is not UTF-8 JSON: {error}") from error
+    return match_class_prompts(_check_record(record, path), class_names, aliases)
 
 
 def match_class_prompts(
@@ -216,7 +191,7 @@ class ClassPromptPrototypes(NamedTuple):
 
 @torch.no_grad()
 def class_prompt_prototypes(
-    model: CLIPTextModelWithProjection | CLIPModel,
+    model: CLIPTextModelWithProjection,
     tokenizer: PreTrainedTokenizerBase,
     prompts: ClassPrompts,
     templates: Sequence[str] = (),

@@ -8,7 +8,8 @@ tree the first time a label set is seen and kept, so an image costs one pass of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.image_utils import load_image
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.zero_shot_image_classification import ZeroShotImageClassificationPipeline
 
+from .class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, match_class_prompts
 from .prompt_tree import build_packs, encode_packs, trim_prompts
 from .repository import read_orion_config, weights_version
 from .tasks import OrionTask, format_prompt
@@ -41,6 +43,8 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         model: a `CLIPModel`, or the id or folder of one, or of an ORION adapter or merged repository.
         orion_task: the class names and evaluation template used by default; read from the repository when ``model`` is
             an id or folder.
+        class_prompts: ``{class name: [sentences]}``, or a JSON file of it: the embedding of a label is then the unit
+            mean over its sentences, and there is no template.
 
     Example:
         >>> from orion_hf import OrionZeroShotImageClassificationPipeline
@@ -54,7 +58,14 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
     tokenizer: Any
     image_processor: Any
 
-    def __init__(self, model: Any, *args: Any, orion_task: OrionTask | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        orion_task: OrionTask | None = None,
+        class_prompts: str | Path | Mapping[str, Sequence[str]] | None = None,
+        **kwargs: Any,
+    ):
         if isinstance(model, str):
             hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
             dtype = kwargs.get("dtype", "auto")
@@ -67,6 +78,9 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
                 'use pipeline("zero-shot-image-classification") for it.'
             )
         self.orion_task = orion_task if orion_task is not None else getattr(model, "orion_task", None)
+        self.class_prompts = class_prompts
+        if class_prompts is not None:
+            self._sentences_of(())  # a file that cannot be used is an error now, not at the first image
         self._label_embeds: OrderedDict[tuple, Tensor] = OrderedDict()
         super().__init__(model=model, *args, **kwargs)  # noqa: B026 (the parent takes them in this order too)
 
@@ -149,8 +163,11 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
 
         Args:
             labels: the K labels.
-            template: default: the repository's evaluation template, else the stock pipeline's.
+            template: default: the repository's evaluation template, else the stock pipeline's; none if the labels
+                have sentences of their own.
         """
+        if self.class_prompts is not None and template is not None:
+            raise ValueError("hypothesis_template does not go with class_prompts, whose sentences are used as they are")
         if template is None:
             template = self.orion_task.eval_template if self.orion_task is not None else STOCK_TEMPLATE
         key = (
@@ -160,16 +177,30 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
             weights_version(self.model.text_model),
         )
         if key not in self._label_embeds:
-            prompts = [format_prompt(template, label) for label in labels]
-            token_ids = self.tokenizer(prompts, **tokenizer_kwargs)["input_ids"]
-            packs = build_packs(trim_prompts(token_ids, self.model.text_model.config.eos_token_id))
-            with torch.inference_mode():
-                text_embeds = encode_packs(self.model, [pack.to(self.device) for pack in packs])
-                self._label_embeds[key] = text_embeds / text_embeds.norm(dim=-1, keepdim=True)
+            if self.class_prompts is not None:
+                text_model: Any = self.model
+                sentences = self._sentences_of(labels)
+                text_embeds = class_prompt_prototypes(text_model, self.tokenizer, sentences).prototypes
+            else:
+                prompts = [format_prompt(template, label) for label in labels]
+                token_ids = self.tokenizer(prompts, **tokenizer_kwargs)["input_ids"]
+                packs = build_packs(trim_prompts(token_ids, self.model.text_model.config.eos_token_id))
+                with torch.inference_mode():
+                    text_embeds = encode_packs(self.model, [pack.to(self.device) for pack in packs])
+            self._label_embeds[key] = text_embeds / text_embeds.norm(dim=-1, keepdim=True)
             if len(self._label_embeds) > KEPT_LABEL_SETS:
                 self._label_embeds.popitem(last=False)
         self._label_embeds.move_to_end(key)
         return self._label_embeds[key]
+
+    def _sentences_of(self, labels: Sequence[str]) -> ClassPrompts:
+        given: Any = self.class_prompts
+        if not isinstance(given, Mapping):
+            return load_class_prompts(given, labels)
+        for name, sentences in given.items():
+            if isinstance(sentences, str) or not len(sentences):
+                raise ValueError(f"class_prompts: {name!r} must have a list of at least one sentence.")
+        return match_class_prompts(given, labels)
 
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")

@@ -537,7 +537,7 @@ def _cluster_order(prototypes: Tensor) -> np.ndarray:
     from scipy.spatial.distance import squareform
 
     distances = (1 - prototypes @ prototypes.T).clamp_min(0).fill_diagonal_(0).numpy()
-    return leaves_list(linkage(squareform(distances, checks=False), "average", optimal_ordering=True))
+    return leaves_list(linkage(squareform(distances, checks=False), "average", optimal_ordering=len(distances) <= 200))
 
 
 def _pairs_moved_apart(v: Tensor, x: Tensor) -> list[tuple[int, int, float, float]]:

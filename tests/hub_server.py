@@ -48,9 +48,7 @@ class HubServer:
         orgs: ``{organisation: its members}``. By default everybody is a member of ``org``.
     """
 
-    def __init__(
-        self, users: Mapping[str, str] | None = None, orgs: Mapping[str, Iterable[str]] | None = None
-    ):
+    def __init__(self, users: Mapping[str, str] | None = None, orgs: Mapping[str, Iterable[str]] | None = None):
         self.users = dict(users or {"hf_loopback_token": "ada"})
         self.orgs = {name: set(members) for name, members in (orgs or {"org": self.users.values()}).items()}
         self.token = next(iter(self.users))
@@ -81,9 +79,7 @@ class HubServer:
 
     def env(self, token: str | None = None, **variables: str) -> dict[str, str]:
         """The whole environment of a subprocess that talks to this Hub, with a new, empty ``HF_HOME``."""
-        parent = {
-            name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
-        }
+        parent = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         return {
             **parent,
             "HF_ENDPOINT": self.endpoint,
@@ -103,14 +99,10 @@ class HubServer:
         """Seed a repository, or add a commit to it, from ``{path: bytes}`` or a folder; the commit's id."""
         if not isinstance(files, Mapping):
             folder = Path(files)
-            files = {
-                p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-            }
+            files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         blobs = {path: Blob(data, is_lfs(path, len(data), data[:512])) for path, data in files.items()}
         with self.lock:
-            found = self.repos.get(_full_name(repo)) or self._create(
-                _full_name(repo), private, gated, author="seed"
-            )
+            found = self.repos.get(_full_name(repo)) or self._create(_full_name(repo), private, gated, author="seed")
             old = found.refs["refs/heads/main"].files
             return found.commit("refs/heads/main", {**old, **blobs}, "Seed", author="seed").oid
 
@@ -136,9 +128,7 @@ class HubServer:
         repo, user = self.repos.get(name), request.user
         if user == UNKNOWN_TOKEN:
             hidden = repo is None or repo.private
-            raise HubError(
-                401, "Invalid credentials in Authorization header", "RepoNotFound" if hidden else None
-            )
+            raise HubError(401, "Invalid credentials in Authorization header", "RepoNotFound" if hidden else None)
         if repo is None or (repo.private and not self._can_write(user, repo.id)):
             if user is None:
                 raise HubError(401, "Invalid username or password.", "RepoNotFound")
@@ -176,13 +166,9 @@ class HubServer:
     def whoami(self, request: Request) -> Answer:
         if request.user in (None, UNKNOWN_TOKEN):
             raise HubError(401, "Invalid credentials in Authorization header")
-        orgs = [
-            {"type": "org", "id": name, "name": name} for name in self.orgs if request.user in self.orgs[name]
-        ]
+        orgs = [{"type": "org", "id": name, "name": name} for name in self.orgs if request.user in self.orgs[name]]
         access = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        return json_answer(
-            {"type": "user", "id": request.user, "name": request.user, "orgs": orgs, "auth": access}
-        )
+        return json_answer({"type": "user", "id": request.user, "name": request.user, "orgs": orgs, "auth": access})
 
     def _create(self, name: str, private: bool, gated: bool, author: str) -> Repo:
         repo = self.repos[name] = Repo(name, private, gated)
@@ -200,9 +186,7 @@ class HubServer:
             raise HubError(401, "Invalid username or password.")
         repo_id = f"{body.get('organization') or request.user}/{body['name']}"
         if not self._can_write(request.user, repo_id):
-            raise HubError(
-                403, f"You don't have the rights to write under the namespace {repo_id.partition('/')[0]}"
-            )
+            raise HubError(403, f"You don't have the rights to write under the namespace {repo_id.partition('/')[0]}")
         return f"{body.get('type') or 'model'}s/{repo_id}"
 
     def create_repo(self, request: Request) -> Answer:
@@ -288,9 +272,7 @@ class HubServer:
             ]
 
         refs = {"branches": under("refs/heads/"), "tags": under("refs/tags/"), "converts": []}
-        return json_answer(
-            refs | ({"pullRequests": under("refs/pr/")} if "include_prs" in request.query else {})
-        )
+        return json_answer(refs | ({"pullRequests": under("refs/pr/")} if "include_prs" in request.query else {}))
 
     def _new_ref(self, repo: Repo, ref: str, start: str) -> Answer:
         if ref in repo.refs:
@@ -337,9 +319,7 @@ class HubServer:
                 entry["securityFileStatus"] = {"status": "safe", "avScan": {}, "pickleImportScan": None}
         else:
             inside = [
-                f"{name} {blob.oid}"
-                for name, blob in sorted(commit.files.items())
-                if name.startswith(f"{path}/")
+                f"{name} {blob.oid}" for name, blob in sorted(commit.files.items()) if name.startswith(f"{path}/")
             ]
             if not inside:
                 return None
@@ -360,15 +340,11 @@ class HubServer:
             if name.startswith(prefix):
                 below = PurePosixPath(name).relative_to(path)
                 parts = (
-                    range(1, len(below.parts) + 1)
-                    if request.query.get("recursive") in (["true"], ["True"])
-                    else [1]
+                    range(1, len(below.parts) + 1) if request.query.get("recursive") in (["true"], ["True"]) else [1]
                 )
                 paths |= {prefix + "/".join(below.parts[:n]) for n in parts}
         if path and not paths:
-            raise HubError(
-                404, f'{path} does not exist on "{revision}"', "EntryNotFound", X_Repo_Commit=commit.oid
-            )
+            raise HubError(404, f'{path} does not exist on "{revision}"', "EntryNotFound", X_Repo_Commit=commit.oid)
         expand = request.query.get("expand") in (["true"], ["True"])
         return json_answer([self._entry(commit, path, expand) for path in sorted(paths)])
 
@@ -406,8 +382,7 @@ class HubServer:
     def validate_yaml(self, request: Request) -> Answer:
         errors, warnings = check_card(request.json()["content"])
         payload = {
-            name: [{"message": text} for text in texts]
-            for name, texts in (("errors", errors), ("warnings", warnings))
+            name: [{"message": text} for text in texts] for name, texts in (("errors", errors), ("warnings", warnings))
         }
         return json_answer(payload, 400 if errors else 200)
 
@@ -487,9 +462,7 @@ class HubServer:
         try:
             for pattern, access, function in ROUTES:
                 if match := pattern.fullmatch(line):
-                    parts: dict[str, Any] = {
-                        k: unquote(v) for k, v in match.groupdict().items() if v is not None
-                    }
+                    parts: dict[str, Any] = {k: unquote(v) for k, v in match.groupdict().items() if v is not None}
                     if access:
                         name = f"{parts.pop('type', 'models')}/{parts.pop('id')}"
                         parts["repo"] = self._authorize(request, name, access)

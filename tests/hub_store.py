@@ -40,9 +40,7 @@ class Blob:
         """The git object id: of the file, or of the LFS pointer that git holds in its place."""
         if not self.lfs:
             return git_oid(self.data)
-        pointer = (
-            f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n"
-        )
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n"
         return git_oid(pointer.encode())
 
     @cached_property
@@ -97,9 +95,7 @@ class Repo:
         listing = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
         seed = f"{parent.oid if parent else ''}\n{title}\n{author}\n{secrets.token_hex(8)}\n{listing}"
         date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        commit = Commit(
-            hashlib.sha1(seed.encode()).hexdigest(), parent, title, description, author, date, dict(files)
-        )
+        commit = Commit(hashlib.sha1(seed.encode()).hexdigest(), parent, title, description, author, date, dict(files))
         self.lfs.update({blob.sha256: blob.data for blob in files.values() if blob.lfs})
         self.refs[ref] = commit
         return commit
@@ -133,9 +129,7 @@ def apply_operation(repo: Repo, files: dict[str, Blob], key: str, value: Mapping
             raise HubError(400, f"LFS pointer of {path} points to a file that was not uploaded")
         files[path] = Blob(data, lfs=True)
     elif key in ("deletedFile", "deletedFolder"):
-        gone = [
-            name for name in files if (name == path if key == "deletedFile" else name.startswith(f"{path}/"))
-        ]
+        gone = [name for name in files if (name == path if key == "deletedFile" else name.startswith(f"{path}/"))]
         if not gone:
             raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
         for name in gone:

@@ -95,9 +95,7 @@ class Faults:
     def __init__(self) -> None:
         self.pending: list[Fault] = []
 
-    def add(
-        self, method: str, path_regex: str, kind: int | str, times: int | None = 1, seconds: float = 0
-    ) -> None:
+    def add(self, method: str, path_regex: str, kind: int | str, times: int | None = 1, seconds: float = 0) -> None:
         if kind not in self.KINDS and not isinstance(kind, int):
             raise ValueError(f"Unknown fault {kind!r}: use a status code or one of {self.KINDS}")
         self.pending.append(Fault(method, path_regex, kind, times, seconds))

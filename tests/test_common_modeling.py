@@ -42,9 +42,7 @@ def test_class_is_the_parent_to_transformers(config, pair):
         "input_modalities",
     ):
         assert getattr(OrionCLIPTextModel, name) == getattr(CLIPTextModelWithProjection, name)
-    assert inspect.signature(OrionCLIPTextModel.forward) == inspect.signature(
-        CLIPTextModelWithProjection.forward
-    )
+    assert inspect.signature(OrionCLIPTextModel.forward) == inspect.signature(CLIPTextModelWithProjection.forward)
     assert OrionCLIPTextModel.forward is CLIPTextModelWithProjection.forward
     assert list(ours.state_dict()) == list(parent.state_dict())
     assert not OrionCLIPTextModel.is_remote_code()
@@ -56,11 +54,7 @@ def test_initial_weights_are_the_parents(config, missing):
     weights = []
     for model_class in (OrionCLIPTextModel, CLIPTextModelWithProjection):
         torch.manual_seed(0)
-        model = (
-            model_class.from_pretrained(None, config=config, state_dict={})
-            if missing
-            else model_class(config)
-        )
+        model = model_class.from_pretrained(None, config=config, state_dict={}) if missing else model_class(config)
         weights.append(model.state_dict())
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
@@ -135,12 +129,8 @@ def test_loading_options_of_transformers(pair, config, tmp_path):
 
 def test_sdpa_equals_eager(pair, tmp_path):
     pair[0].save_pretrained(tmp_path)
-    sdpa, eager = (
-        OrionCLIPTextModel.from_pretrained(tmp_path, attn_implementation=name) for name in ("sdpa", "eager")
-    )
-    torch.testing.assert_close(
-        sdpa(INPUT_IDS).text_embeds, eager(INPUT_IDS).text_embeds, rtol=1e-4, atol=1e-5
-    )
+    sdpa, eager = (OrionCLIPTextModel.from_pretrained(tmp_path, attn_implementation=name) for name in ("sdpa", "eager"))
+    torch.testing.assert_close(sdpa(INPUT_IDS).text_embeds, eager(INPUT_IDS).text_embeds, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sdpa.encode(INPUT_IDS), eager.encode(INPUT_IDS), rtol=1e-4, atol=1e-5)
 
 
@@ -156,9 +146,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(config, lora, way):
         if checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        output = (
-            model(INPUT_IDS).text_embeds if way == "forward" else model.encode(INPUT_IDS, normalize=False)
-        )
+        output = model(INPUT_IDS).text_embeds if way == "forward" else model.encode(INPUT_IDS, normalize=False)
         output.square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and gradients[0]

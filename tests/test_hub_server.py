@@ -155,11 +155,7 @@ def test_branches_tags_and_pull_requests(hub, ada, bob):
 
     assert (proposed.pr_num, proposed.pr_revision) == (1, "refs/pr/1")
     assert hub.files("org/tiny") == {"a.txt": b"main"}
-    assert (
-        hub.files("org/tiny", "v1")
-        == hub.files("org/tiny", "merged")
-        == {"a.txt": b"main", "b.txt": b"merged"}
-    )
+    assert hub.files("org/tiny", "v1") == hub.files("org/tiny", "merged") == {"a.txt": b"main", "b.txt": b"merged"}
     assert hub.files("org/tiny", "refs/pr/1") == {"a.txt": b"main", "model.safetensors": WEIGHTS}
     refs = ada.list_repo_refs("org/tiny", include_pull_requests=True)
     assert [b.name for b in refs.branches] == ["main", "merged"]
@@ -239,9 +235,7 @@ def test_private_repositories(hub, ada, bob, anyone, tmp_path):
     ada.create_repo("org/secret", private=True)
     push(ada, {"a.txt": b"a", "model.safetensors": WEIGHTS}, "org/secret")
     assert Path(ada.hf_hub_download("org/secret", "model.safetensors", cache_dir=tmp_path / "ada")).exists()
-    assert {r.authorization for r in hub.requests if r.path.startswith("/cdn/")} == {
-        None
-    }  # no token off the Hub
+    assert {r.authorization for r in hub.requests if r.path.startswith("/cdn/")} == {None}  # no token off the Hub
 
     stranger = HfApi(endpoint=hub.endpoint, token="hf_wrong")
     for api, status in ((anyone, 401), (stranger, 401), (bob, 404)):

@@ -16,9 +16,7 @@ def picture(value: int) -> Picture.Image:
 
 
 def dataset(label_names, labels, label_column="label") -> Dataset:
-    features = Features(
-        {"image": Image(), label_column: ClassLabel(names=label_names), "note": Value("string")}
-    )
+    features = Features({"image": Image(), label_column: ClassLabel(names=label_names), "note": Value("string")})
     rows = {"image": [picture(value) for value in range(len(labels))], label_column: labels}
     return Dataset.from_dict(rows | {"note": [""] * len(labels)}, features=features)
 
@@ -67,13 +65,11 @@ def test_an_image_folder_is_a_source(tmp_path):
 
 
 def test_a_task_without_images_says_what_to_pass():
-    with pytest.raises(
-        ValueError, match="task 'fields' names no images; pass a Hub dataset id or an image folder"
-    ):
+    with pytest.raises(ValueError, match="task 'fields' names no images; pass a Hub dataset id or an image folder"):
         task_images(TASK)
 
 
 def test_a_missing_source_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match="cannot load images from .*nowhere") as error:
+    with pytest.raises(ValueError, match=r"cannot load images from .*nowhere") as error:
         task_images(TASK, source=str(tmp_path / "nowhere"))
     assert "\n" not in str(error.value)

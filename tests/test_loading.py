@@ -209,9 +209,7 @@ def test_adapter_of_the_embedded_model(tmp_path):
 
     config["base_model_name_or_path"] = "/on/another/machine/tiny-clip"
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    assert OrionCLIPTextModel.from_pretrained(tmp_path / "adapter").prototypes().shape[0] == len(
-        model.class_names
-    )
+    assert OrionCLIPTextModel.from_pretrained(tmp_path / "adapter").prototypes().shape[0] == len(model.class_names)
 
 
 def test_unknown_embedded_model():

@@ -26,9 +26,7 @@ seeds = st.integers(0, 2**31 - 1)
 quick = settings(max_examples=40, deadline=None)
 
 
-def unit_rows(
-    num_classes: int, dim: int, seed: int, spread: float = 1.0, dtype=torch.float64
-) -> torch.Tensor:
+def unit_rows(num_classes: int, dim: int, seed: int, spread: float = 1.0, dtype=torch.float64) -> torch.Tensor:
     """Rows around a common direction: the smaller ``spread``, the more entangled."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(1, dim, generator=generator, dtype=dtype)
@@ -49,9 +47,7 @@ def test_docstring_examples_run(module):
 def test_loss_matches_the_sums_of_the_paper_written_out():
     x, v, weight = unit_rows(5, 7, seed=0), unit_rows(5, 7, seed=1), 2.0
     fidelity = sum(float((x[i] - v[i]) @ (x[i] - v[i])) for i in range(5))
-    pairs = sum(
-        float(x[i] @ x[j]) ** 2 for i in range(5) for j in range(5) if i != j
-    )  # the diagonal is 1 - 1
+    pairs = sum(float(x[i] @ x[j]) ** 2 for i in range(5) for j in range(5) if i != j)  # the diagonal is 1 - 1
     result = orthonormality_loss(x, v, weight)
     assert float(result.fidelity) == pytest.approx(fidelity)
     assert float(result.orthogonality) == pytest.approx(pairs)
@@ -127,9 +123,7 @@ def test_svd_is_the_nearest_orthogonal_matrix(size, seed):
     torch.testing.assert_close(product, torch.eye(min(size), dtype=torch.float64))
     for other_seed in range(5):  # no other orthogonal matrix is nearer
         other, _ = torch.linalg.qr(
-            torch.randn(
-                max(size), min(size), dtype=torch.float64, generator=torch.Generator().manual_seed(other_seed)
-            )
+            torch.randn(max(size), min(size), dtype=torch.float64, generator=torch.Generator().manual_seed(other_seed))
         )
         other = other.T if row_orthonormal else other
         assert (x - v).norm() <= (other.reshape(x.shape) - v).norm() + 1e-9
@@ -190,9 +184,7 @@ def test_geometry_of_prototypes_written_out():
     assert report.median_displacement == pytest.approx(float(moved.median()))
     assert report.mean_cosine == pytest.approx(float(off.mean()))
     assert report.max_cosine == pytest.approx(float(off.max()))
-    assert report.distance_to_orthonormality == pytest.approx(
-        float((gram - torch.eye(7, dtype=torch.float64)).norm())
-    )
+    assert report.distance_to_orthonormality == pytest.approx(float((gram - torch.eye(7, dtype=torch.float64)).norm()))
     assert 1 <= report.effective_rank <= 5
     assert prototype_geometry(x).mean_displacement == 0
 
@@ -202,9 +194,7 @@ def test_geometry_in_blocks_equals_geometry_at_once(monkeypatch):
     at_once, scatter = prototype_geometry(x, v), feature_scatter(x, torch.arange(23) % 4)
     monkeypatch.setattr(geometry, "_BLOCK", 5)
     assert prototype_geometry(x, v).max_cosine == at_once.max_cosine
-    assert prototype_geometry(x, v).distance_to_orthonormality == pytest.approx(
-        at_once.distance_to_orthonormality
-    )
+    assert prototype_geometry(x, v).distance_to_orthonormality == pytest.approx(at_once.distance_to_orthonormality)
     assert feature_scatter(x, torch.arange(23) % 4).within == pytest.approx(scatter.within)
 
 

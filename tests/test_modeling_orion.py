@@ -91,9 +91,7 @@ def test_plain_clip_loads_without_a_page_of_warnings(base, tmp_path, caplog):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.task is None and model.class_names is None and not model.has_lora and not model.is_merged
     stock = CLIPTextModelWithProjection.from_pretrained(base)
-    assert torch.equal(
-        padded_embeds(model), stock(**model.tokenizer(PROMPTS, padding=True, return_tensors="pt"))[0]
-    )
+    assert torch.equal(padded_embeds(model), stock(**model.tokenizer(PROMPTS, padding=True, return_tensors="pt"))[0])
 
     stock.save_pretrained(tmp_path / "text-only")
     text_only = OrionCLIPTextModel.from_pretrained(tmp_path / "text-only")
@@ -154,8 +152,7 @@ def test_adapter_config_is_for_stock_tools(base, adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and "revision" in config
     assert all(
-        name.startswith("base_model.model.text_model.")
-        for name in load_file(adapter / "adapter_model.safetensors")
+        name.startswith("base_model.model.text_model.") for name in load_file(adapter / "adapter_model.safetensors")
     )
 
 
@@ -201,9 +198,7 @@ def test_encode_says_what_is_missing(base):
     with pytest.raises(ValueError, match="no prompts"):
         OrionCLIPTextModel.from_pretrained(base).encode([])
     with pytest.raises(FileNotFoundError, match=r"no tokenizer files: set model.tokenizer"):
-        OrionCLIPTextModel(CLIPTextConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)).encode(
-            "cat"
-        )
+        OrionCLIPTextModel(CLIPTextConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)).encode("cat")
 
 
 # LoRA
@@ -306,9 +301,7 @@ def new_names(model):
     model.task = OrionTask.from_names(["bus", "car", "train"])
 
 
-@pytest.mark.parametrize(
-    "change", [replace_by_state_dict, optimizer_step, edit_data, switch_adapter_off, new_names]
-)
+@pytest.mark.parametrize("change", [replace_by_state_dict, optimizer_step, edit_data, switch_adapter_off, new_names])
 def test_kept_prototypes_follow_every_change(model, change):
     before = model.prototypes()
     change(model)
@@ -365,14 +358,8 @@ def test_merged_repository_is_a_whole_clip(base, adapter, model, tmp_path):
     assert set(os.listdir(tmp_path / "merged")) == FULL_FILES | ORION_FILES | PROCESSOR_FILES
     assert not model.is_merged
     merged = OrionCLIPTextModel.from_pretrained(tmp_path / "merged")
-    assert (
-        not merged.has_lora
-        and merged.task == TASK
-        and torch.equal(merged.anchors, model._frozen_prototypes())
-    )
-    assert torch.equal(
-        padded_embeds(merged), padded_embeds(OrionCLIPTextModel.from_pretrained(adapter, merge=True))
-    )
+    assert not merged.has_lora and merged.task == TASK and torch.equal(merged.anchors, model._frozen_prototypes())
+    assert torch.equal(padded_embeds(merged), padded_embeds(OrionCLIPTextModel.from_pretrained(adapter, merge=True)))
     stock, original = CLIPModel.from_pretrained(tmp_path / "merged"), CLIPModel.from_pretrained(base)
     for name, tensor in original.vision_model.state_dict().items():
         assert torch.equal(tensor, stock.vision_model.state_dict()[name])
@@ -571,9 +558,7 @@ def test_adapter_for_another_base(adapter_copy, tmp_path):
     edit_json(adapter_copy / "adapter_config.json", base_model_name_or_path=str(other))
     with pytest.raises(ValueError, match=r"does not fit the base model .*adapter was trained on") as error:
         OrionCLIPTextModel.from_pretrained(adapter_copy)
-    assert str(adapter_copy / "adapter_model.safetensors") in one_line(error) and str(other) in str(
-        error.value
-    )
+    assert str(adapter_copy / "adapter_model.safetensors") in one_line(error) and str(other) in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["org/not-here", "/not/here", ""])

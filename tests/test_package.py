@@ -19,7 +19,8 @@ import torch
 start = time.perf_counter()
 import orion_hf
 seconds = time.perf_counter() - start
-heavy = [m for m in ("transformers.pipelines", "transformers.modeling_utils", "peft", "datasets", "accelerate") if m in sys.modules]
+slow = ("transformers.pipelines", "transformers.modeling_utils", "peft", "datasets", "accelerate")
+heavy = [name for name in slow if name in sys.modules]
 print(json.dumps({"seconds": seconds, "heavy": heavy}))
 """
     result = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))

@@ -66,9 +66,7 @@ def test_scores_are_the_stock_pipelines(kind, repositories, images):
 
 def test_labels_and_template_default_to_the_repository(ours, repositories, images):
     stock = pipeline("zero-shot-image-classification", model=repositories["adapter"], device="cpu")
-    expected = stock(
-        images[0], candidate_labels=list(TASK.class_names), hypothesis_template=TASK.eval_template
-    )
+    expected = stock(images[0], candidate_labels=list(TASK.class_names), hypothesis_template=TASK.eval_template)
     assert scores(ours(images[0])) == pytest.approx(scores(expected), abs=1e-5)
 
 

@@ -67,9 +67,7 @@ def assert_near(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     assert error <= tolerance, f"relative error {error:.1e}"
 
 
-def assert_same_gradients(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5
-) -> None:
+def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     assert ours.keys() == theirs.keys()
     largest = max(gradient.abs().max() for gradient in theirs.values())
     for name, gradient in theirs.items():

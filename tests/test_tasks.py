@@ -36,9 +36,7 @@ BENCHMARKS = {
 # Any text that is a name: no control characters, line breaks or lone surrogates, and something visible.
 visible = st.characters(exclude_categories=("C", "Z"))
 inner = st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp"))
-names = st.builds(
-    lambda head, middle, tail: head + middle + tail, visible, st.text(inner, max_size=12), visible
-)
+names = st.builds(lambda head, middle, tail: head + middle + tail, visible, st.text(inner, max_size=12), visible)
 fixed_text = st.text(visible, max_size=8).filter(lambda text: "{" not in text and "}" not in text)
 templates = st.builds(lambda left, right: left + "{}" + right, fixed_text, fixed_text)
 
@@ -154,9 +152,7 @@ def test_imagenet_unique_names_differ_in_two_places_only():
         assert OrionTask.from_name("dtd", unique_names=True) == OrionTask.from_name("dtd")
     published = published_imagenet()
     changed = {
-        k: (a, b)
-        for k, (a, b) in enumerate(zip(published.class_names, unique.class_names, strict=True))
-        if a != b
+        k: (a, b) for k, (a, b) in enumerate(zip(published.class_names, unique.class_names, strict=True)) if a != b
     }
     assert changed == {744: ("missile", "projectile"), 836: ("sunglasses", "sunglass")}
     assert len(set(unique.class_names)) == 1000
@@ -198,9 +194,7 @@ def test_imagenet_templates():
 def test_frozen_hashable_and_made_of_tuples():
     task = OrionTask("pets", ["cat", "dog"], ["a {}"], "a {}.")
     assert task.class_names == ("cat", "dog") and task.templates == ("a {}",) and task.hub_datasets == ()
-    assert {task: 1}[
-        OrionTask.from_names(("cat", "dog"), templates=["a {}"], eval_template="a {}.", name="pets")
-    ] == 1
+    assert {task: 1}[OrionTask.from_names(("cat", "dog"), templates=["a {}"], eval_template="a {}.", name="pets")] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         task.name = "other"
     assert dataclasses.replace(task, name="other").class_names == task.class_names
@@ -278,9 +272,7 @@ def test_bad_templates_argument_and_task_name():
         OrionTask.from_names(["cat", "dog"]).prompts("photo")
 
 
-@pytest.mark.parametrize(
-    "name", ["{}", "{0}", "{name!r}", "100% %s %(x)d", '"it\'s"', "\\n \\", "猫 🐈‍⬛", "$x #1"]
-)
+@pytest.mark.parametrize("name", ["{}", "{0}", "{name!r}", "100% %s %(x)d", '"it\'s"', "\\n \\", "猫 🐈‍⬛", "$x #1"])
 def test_nothing_in_a_name_is_interpreted(name):
     assert OrionTask.from_names([name, "dog"]).prompts("a {}.") == [f"a {name}.", "a dog."]
 
@@ -315,9 +307,7 @@ def test_json_file_round_trip_is_exact(task, tmp_path_factory):
     assert list(path.parent.iterdir()) == [path]
 
 
-@given(
-    class_names=st.lists(names.filter(lambda name: name[0] != "\ufeff"), min_size=2, max_size=6, unique_by=folded)
-)
+@given(class_names=st.lists(names.filter(lambda name: name[0] != "\ufeff"), min_size=2, max_size=6, unique_by=folded))
 @settings(max_examples=40, deadline=None)
 def test_text_and_csv_files_keep_any_name(class_names, tmp_path_factory):
     folder = tmp_path_factory.mktemp("names")
@@ -375,9 +365,7 @@ def test_csv_column(tmp_path):
 
 def test_templates_of_a_file_and_arguments_instead(tmp_path):
     path = tmp_path / "t.yaml"
-    path.write_text(
-        "name: pets\nclass_names: [cat, dog]\ntemplates: ['a {}', 'the {}']\neval_template: '{}.'\n"
-    )
+    path.write_text("name: pets\nclass_names: [cat, dog]\ntemplates: ['a {}', 'the {}']\neval_template: '{}.'\n")
     task = OrionTask.from_file(path)
     assert (task.name, task.templates, task.eval_template) == ("pets", ("a {}", "the {}"), "{}.")
     other = OrionTask.from_file(path, eval_template="my {}", name="mine")
@@ -519,9 +507,7 @@ def test_from_hub_asks_which_of_several_label_columns(hub_dataset):
 
 def test_from_hub_names_that_only_an_underscore_separates(hub_dataset):
     folder = hub_dataset(CARD.format(more="").replace("sea_or_lake", "annual crop"))
-    with pytest.raises(
-        ValueError, match="column 'land_cover': class names must differ: 'annual crop' at 0, 1"
-    ):
+    with pytest.raises(ValueError, match="column 'land_cover': class names must differ: 'annual crop' at 0, 1"):
         OrionTask.from_hub(folder)
     assert OrionTask.from_hub(folder, keep_underscores=True).class_names == ("annual_crop", "annual crop")
 

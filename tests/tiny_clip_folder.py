@@ -28,9 +28,7 @@ def tiny_tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer with bytes for words: every text has tokens, and the end of text is the highest id."""
     letters = sorted(ByteLevel.alphabet())
     words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={word: index for index, word in enumerate(words)}, merges=[], model_max_length=77
-    )
+    return CLIPTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=[], model_max_length=77)
 
 
 def tiny_config(tokenizer: CLIPTokenizer, width: int = 32, projection_dim: int = 16) -> CLIPConfig:
@@ -45,9 +43,7 @@ def tiny_config(tokenizer: CLIPTokenizer, width: int = 32, projection_dim: int =
         pad_token_id=tokenizer.pad_token_id,
     )
     vision = CLIPVisionConfig(**towers, num_hidden_layers=1, image_size=16, patch_size=8)
-    return CLIPConfig(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=projection_dim
-    )
+    return CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=projection_dim)
 
 
 def save_tiny_clip(folder: Path, seed: int = 0, width: int = 32, projection_dim: int = 16) -> Path:

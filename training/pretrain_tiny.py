@@ -160,7 +160,7 @@ def render_images(path: Path, num_images: int) -> None:
         temporary.replace(path)
 
 
-def learn_tokenizer(captions: list[str]) -> CLIPTokenizer:
+def learn_tokenizer(captions: list[str], vocabulary_size: int = VOCABULARY_SIZE) -> CLIPTokenizer:
     """CLIP's byte-level BPE with a vocabulary learned on captions; other words split into known bytes."""
     blank = CLIPTokenizer().backend_tokenizer
     learner = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
@@ -169,7 +169,7 @@ def learn_tokenizer(captions: list[str]) -> CLIPTokenizer:
     learner.train_from_iterator(
         captions,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY_SIZE - 258,
+            vocab_size=vocabulary_size - 258,
             initial_alphabet=alphabet,
             end_of_word_suffix="</w>",
             show_progress=False,

@@ -1,0 +1,206 @@
+"""Measured cells: reading the results files of evaluate, fewshot, sweep and the demo.
+
+for cell in read_results(["out/eurosat/results.json", "out/dtd"]):
+    print(cell.task, cell.method, cell.prototypes, cell.top1)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .results import PROTOTYPES, RESULTS_NAME
+
+BASELINE, ORION = "clip", "orion"  # kinds of prototypes; gains are over the first
+_LARGEST_FILE = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """One measurement: a classifier on the images of a task.
+
+    Attributes:
+        task, model, method: what was measured; ``model`` is the base model.
+        prototypes: a key of :data:`~orion_hf.results.PROTOTYPES`.
+        top1: percent.
+        seed: of the run.
+        protocol: "full", "batch" or "online".
+        conditions: what else must be equal for cells to be averaged or compared: options, batch size, shots, ...
+        adapter: which ORION weights the prototypes are from.
+        half_width, gain_half_width: of the cell's own intervals, over images, tasks or streams, in points.
+        sweep: training settings that a sweep varied; None for other runs.
+        source: file it was read from.
+    """
+
+    task: str
+    model: str
+    method: str
+    prototypes: str
+    top1: float
+    seed: int = 0
+    protocol: str = "full"
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    num_images: int | None = None
+    adapter: str | None = None
+    half_width: float | None = None
+    gain_half_width: float | None = None
+    sweep: Mapping[str, Any] | None = None
+    source: str = ""
+
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """What is equal in all cells of one table: model, method, protocol and its conditions."""
+        return self.model, self.method, self.protocol, canonical(self.conditions), canonical(self.sweep)
+
+
+def canonical(value: Any) -> str:
+    """JSON in which equal values are equal texts."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def read_results(paths: Iterable[str | os.PathLike]) -> list[MeasuredCell]:
+    """Cells of results files; of a folder, all ``results.json`` in it and below.
+
+    A cell that several files hold is taken once; two that differ in nothing but their accuracy are an error.
+    """
+    cells: dict[tuple, MeasuredCell] = {}
+    for path in results_files(paths):
+        for cell in _read_file(path):
+            key = (cell.setting, cell.task, cell.prototypes, cell.adapter, cell.seed, cell.num_images)
+            known = cells.setdefault(key, cell)
+            if known.top1 != cell.top1:
+                raise ValueError(
+                    f"{known.source} and {cell.source} disagree on {cell.method} with {cell.prototypes} prototypes, "
+                    f"task {cell.task!r}, seed {cell.seed}: {known.top1:.2f} and {cell.top1:.2f}. Leave one out."
+                )
+    if not cells:
+        raise ValueError("the results hold no measured cell: run orion-hf evaluate, fewshot or sweep first")
+    return list(cells.values())
+
+
+def results_files(paths: Iterable[str | os.PathLike]) -> list[Path]:
+    """The files meant by ``paths``: themselves, or those called ``results.json`` below a folder."""
+    files = []
+    for path in map(Path, paths):
+        found = sorted(path.rglob(RESULTS_NAME)) if path.is_dir() else [path]
+        if not found:
+            raise ValueError(f"{path} has no {RESULTS_NAME}, nor has a folder below it")
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def read_header(path: str | os.PathLike) -> dict[str, Any]:
+    """What a results file says of itself besides its cells."""
+    data = _read_json(path)
+    return {key: value for key, value in data.items() if key not in ("cells", "comparisons", "top1")}
+
+
+def _read_json(path: str | os.PathLike) -> dict[str, Any]:
+    if os.path.getsize(path) > _LARGEST_FILE:
+        raise ValueError(f"{path} is larger than {_LARGEST_FILE} bytes: give a results.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): give a results.json") from error
+    if isinstance(data, list):
+        data = {"cells": data}
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no results: expected a JSON object with 'cells'")
+    return data
+
+
+def _read_file(path: Path) -> list[MeasuredCell]:
+    data = _read_json(path)
+    rows = data.get("cells")
+    if rows is None and isinstance(data.get("top1"), dict):
+        if "model" not in data:  # the summary beside an adapter; its cells are where they were measured
+            return []
+        rows = _rows_of_summary(data)
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds no results: expected a JSON object with 'cells'")
+    cells, intervals = [], _gain_half_widths(data.get("comparisons"))
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: cell {number} is no JSON object")
+        if row.get("top1") is not None:  # a run that failed has none
+            cells.append(_cell(row, data, intervals, f"{path}: cell {number}", str(path)))
+    return cells
+
+
+def _rows_of_summary(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells of ``{"task", "model", "seed", "images", "top1": {"CLIP": percent, ...}}``, as model cards read it."""
+    keys = {label.casefold(): key for key, label in PROTOTYPES.items()}
+    values = {name: value.get("mean") if isinstance(value, dict) else value for name, value in data["top1"].items()}
+    figures = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    scale = 1 if all(value <= 1 for value in figures.values()) else 100  # the demo writes shares
+    return [
+        {**data, "prototypes": keys.get(name.casefold(), name), "num_images": data.get("images"), "top1": value / scale}
+        for name, value in figures.items()
+    ]
+
+
+def _cell(
+    row: dict[str, Any], header: dict[str, Any], gain_half_widths: dict[str, float | None], where: str, source: str
+) -> MeasuredCell:
+    def read(key: str, kind: Any, default: Any = None) -> Any:
+        value = row.get(key, header.get(key))
+        value = default if value is None else value
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ValueError(f"{where}: {key!r} must be {_kind_name(kind)}, got {value!r}"[:300])
+        return value
+
+    task, model = read("task", str), read("model", str)
+    if task is None or model is None:
+        raise ValueError(f"{where}: 'task' or 'model' is missing")
+    top1 = read("top1", (int, float))
+    if not 0 <= top1 <= 1:
+        raise ValueError(f"{where}: 'top1' must be a share from 0 to 1, got {top1}")
+    protocol = read("protocol", dict, {})
+    conditions = {**read("options", dict, {}), **{key: value for key, value in protocol.items() if key != "kind"}}
+    conditions |= {key: row[key] for key in ("shots", "class_prompts") if row.get(key) is not None}
+    return MeasuredCell(
+        task=task,
+        model=model,
+        method=read("method", str, "zero_shot"),
+        prototypes=read("prototypes", str, BASELINE),
+        top1=100 * top1,
+        seed=read("seed", int, 0),
+        protocol=str(protocol.get("kind", "full")),
+        conditions=conditions,
+        num_images=read("num_images", int),
+        adapter=read("adapter_weights", str) or read("adapter", str),
+        half_width=_half_width(row),
+        gain_half_width=gain_half_widths.get(_comparison_key(row, row.get("seed"))),
+        sweep=read("sweep", dict),
+        source=source,
+    )
+
+
+def _gain_half_widths(comparisons: Any) -> dict[str, float | None]:
+    """Intervals of paired differences of a single seed, which only the file's own outcomes can give."""
+    entries = comparisons if isinstance(comparisons, list) else []
+    return {
+        _comparison_key(entry, entry["seeds"][0]): _half_width(entry)
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("seeds"), list) and len(entry["seeds"]) == 1
+    }
+
+
+def _comparison_key(row: dict[str, Any], seed: Any) -> str:
+    names = ("task", "model", "method", "protocol", "adapter", "prototypes")
+    return canonical([row.get(name) for name in names] + [seed])
+
+
+def _half_width(row: dict[str, Any]) -> float | None:
+    low, high = row.get("low"), row.get("high")
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    return 50 * (high - low) if numbers else None  # type: ignore[operator]
+
+
+def _kind_name(kind: Any) -> str:
+    return {str: "text", dict: "an object", int: "a whole number"}.get(kind, "a number")

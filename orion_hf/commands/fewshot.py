@@ -1,0 +1,485 @@
+"""Learn from a few labelled images, starting from CLIP's and from ORION's prototypes.
+
+orion-hf fewshot --model openai/clip-vit-base-patch16 --orion org/orion-eurosat --task eurosat \\
+    --method clap coop tip_adapter --shots 1 2 4 8 16 --seeds 5
+orion-hf fewshot --model embedded:tiny-clip --task tiny-land --orion out/demo --shots 1 4       # no network
+
+A seed draws the images of every class, their crops and the order of training; CLIP and ORION get the same ones, so
+differences are paired. The prototypes are where CLAP and its relatives start and the text half of Tip-Adapter; CoOp
+learns its context under CLIP's or ORION's text encoder, which stays as it is. The test split is the same for all.
+
+The draws are kept in `splits/` and used again, everything measured in `results.json` (layout: `orion_hf/results.py`;
+a cell has one value, its accuracy, and intervals are over seeds). The same command again measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from huggingface_hub import cached_assets_path
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+from .. import __version__
+from ..evaluation import LabelledImages, TunedText
+from ..features import ImageEncoder, ImageFeatures, digest_of, image_features, weights_digest
+from ..files import write_whole
+from ..images import task_images
+from ..kshot import COOP_CROP_AREA, SHOTS, TIP_ADAPTER_CROP_AREA, KShotSplit, augmented_features, k_shot_split
+from ..methods.clap import CLAP, CLIPAdapter, LinearProbe, TaskRes, ZeroShotLinearProbe
+from ..methods.coop import CoOp
+from ..methods.estimator import Estimator
+from ..methods.tip_adapter import TipAdapter, TipAdapterF
+from ..modeling_orion import OrionCLIPTextModel
+from ..results import Cell, Results, comparisons, pooled_summary
+from ..tasks import OrionTask
+from .evaluate import read_adapters, read_tasks, versions
+
+METHODS: dict[str, type[Estimator]] = {
+    "clap": CLAP,
+    "coop": CoOp,
+    "tip_adapter": TipAdapter,
+    "tip_adapter_f": TipAdapterF,
+    "zs_lp": ZeroShotLinearProbe,
+    "lp": LinearProbe,
+    "taskres": TaskRes,
+    "clip_adapter": CLIPAdapter,
+}
+# Given by the command; and `affinity`, whose other value needs test features that are not of unit length.
+_NO_OPTIONS = {"text_model", "tokenizer", "class_names", "random_state", "affinity"}
+
+
+@dataclass
+class FewshotArguments:
+    """What to learn from how many images."""
+
+    model: str = field(metadata={"help": "CLIP or MetaCLIP: a Hub id, a folder, or embedded:tiny-clip."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
+    task: list[str] | None = field(
+        default=None,
+        metadata={"help": "Built-in tasks; all: every benchmark of the paper. Default: those of the adapters."},
+    )
+    orion: list[str] | None = field(
+        default=None,
+        metadata={"help": "Adapters (folders or Hub ids), each used for the task in its orion_config.json."},
+    )
+    method: list[str] = field(
+        default_factory=lambda: ["clap", "coop", "tip_adapter"], metadata={"help": " ".join(METHODS)}
+    )
+    options: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Options of methods: clap.epochs=100 coop.n_ctx=4 tip_adapter.selection=validation"},
+    )
+    shots: list[int] = field(default_factory=lambda: list(SHOTS), metadata={"help": "Labelled images of each class."})
+    seeds: int = field(default=3, metadata={"help": "Number of draws of these images: seeds 1, 2, ..."})
+    passes: int | None = field(
+        default=None, metadata={"help": "Augmented copies of each image. Default: 10 (tip_adapter), 20 (others)."}
+    )
+    images: str | None = field(
+        default=None, metadata={"help": "Hub dataset id or image folder (a sub-folder a class) to use instead."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Split the labelled images are drawn from."})
+    split: str = field(default="test", metadata={"help": "Split of the test images."})
+    images_per_class: int | None = field(default=None, metadata={"help": "At most so many test images of a class."})
+    output_dir: str = field(default="out/fewshot", metadata={"help": "Folder of results.json and splits/."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder of image features."})
+    image_batch_size: int = field(default=64, metadata={"help": "Pictures in a forward pass of the vision tower."})
+    num_workers: int = field(default=0, metadata={"help": "Processes that decode test images."})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, load both towers, measure task by task, print the table. 0: all done, 1: a task failed."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_arguments(argv)
+    adapters = read_adapters(args.orion or ())
+    tasks = read_tasks(args, adapters)  # type: ignore[arg-type]
+    accelerator = Accelerator()
+    encoder = ImageEncoder.from_pretrained(args.model, args.revision)
+    base = OrionCLIPTextModel.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
+    command = shlex.join(["orion-hf", "fewshot", *argv])
+    few_shot = FewShot(
+        args,
+        encoder,
+        base.to(accelerator.device).requires_grad_(False).eval(),
+        read_methods(args.method, args.options, encoder.logit_scale),
+        Results(args.output_dir),
+        {"command": command, "versions": versions(), "settings": asdict(args)},
+        accelerator,
+    )
+    cells: list[Cell] = []
+    failures = []
+    for task in tasks:
+        try:
+            cells += few_shot.run_task(task, adapters.get(task.name))
+        except (ValueError, OSError, RuntimeError) as error:
+            if len(tasks) == 1:
+                raise
+            failures.append(f"{task.name} failed: {error}")
+    if cells:
+        accelerator.print(f"{args.model}, seeds 1 to {args.seeds}\n")
+        accelerator.print(few_shot_table(cells, few_shot.results))
+        accelerator.print("\npercent correct, mean over seeds ± 95 %; the difference is paired over seeds")
+        accelerator.print(f"results   {few_shot.results.path}")
+    for failure in failures:
+        accelerator.print(failure, file=sys.stderr)
+    accelerator.end_training()
+    return 1 if failures else 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a few-shot method starts from: CLIP's text, or ORION's.
+
+    Attributes:
+        text_model: the encoder under CoOp's context.
+        prototypes: ``(K, d)``, text embeddings of the evaluation prompts, not normalised, as CLAP takes them; methods
+            that need unit rows normalise them.
+        tuned: where ORION's came from; None for CLIP.
+    """
+
+    text_model: OrionCLIPTextModel
+    prototypes: Tensor
+    tuned: TunedText | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, text_model: OrionCLIPTextModel, task: OrionTask, tuned: TunedText | None = None) -> Start:
+        return cls(text_model, text_model.encode(task.prompts(), normalize=False), tuned)
+
+
+@dataclass
+class FewShot:
+    """Runs the cells of one command.
+
+    Attributes:
+        args: the flags.
+        encoder, base: both towers of the model.
+        methods: method -> its options.
+        results: where finished cells are kept.
+        run: command, versions and settings, for `results.json`.
+    """
+
+    args: FewshotArguments
+    encoder: ImageEncoder
+    base: OrionCLIPTextModel
+    methods: Mapping[str, dict[str, Any]]
+    results: Results
+    run: dict[str, Any]
+    accelerator: Accelerator
+
+    @cached_property
+    def _weights(self) -> str:
+        return digest_of([self.encoder.weights, weights_digest(self.base.state_dict())])
+
+    def run_task(self, task: OrionTask, adapter: str | None = None) -> list[Cell]:
+        """Measure what is not in the results yet; all cells of the task come back, draw by draw."""
+        args = self.args
+        task.check_context(self.base.tokenizer, self.base.config.max_position_embeddings)
+        starts = {"clip": Start.of(self.base, task)}
+        if adapter is not None:
+            tuned = TunedText.load(adapter, self.base, task)
+            starts["orion"] = Start.of(tuned.model, task, tuned)
+        images_of = partial(task_images, task, source=args.images)
+        train = LabelledImages(images_of(args.train_split), args.train_split, self._plain_features, task.num_classes)
+        test_images = images_of(args.split, images_per_class=args.images_per_class)
+        test = LabelledImages(test_images, args.split, self._plain_features, task.num_classes)
+        draws = [(seed, shots) for seed in range(1, args.seeds + 1) for shots in args.shots]
+        bar = tqdm(draws, desc=task.name, unit="draw", disable=not self.accelerator.is_main_process)
+        return [cell for seed, shots in bar for cell in self._run_draw(task, starts, train, test, shots, seed)]
+
+    def _run_draw(
+        self,
+        task: OrionTask,
+        starts: Mapping[str, Start],
+        train: LabelledImages,
+        test: LabelledImages,
+        shots: int,
+        seed: int,
+    ) -> list[Cell]:
+        """All methods and prototypes on one support set."""
+        split = self._split(task, support_labels(train), shots, seed)
+        support = SupportSet(self, train, split)
+        source = self.args.images or next((copy.id for copy in task.hub_datasets), None)
+        found = []
+        for method, options in self.methods.items():
+            for kind, start in starts.items():
+                tuned = start.tuned
+                cell = {
+                    "task": task.name,
+                    "task_digest": digest_of(task.to_dict()),
+                    "model": self.encoder.name,
+                    "revision": self.encoder.revision,
+                    "weights": self._weights,
+                    "method": method,
+                    "prototypes": kind,
+                    "adapter": None if tuned is None else tuned.name,
+                    "adapter_revision": None if tuned is None else tuned.revision,
+                    "adapter_weights": None if tuned is None else tuned.weights,
+                    "protocol": {"kind": "full", "shots": shots, "passes": support.passes(method)},
+                    "options": options,
+                    "views": None,
+                    "seed": seed,
+                    "mixed_precision": "no",
+                    "orion_hf": __version__,
+                    "dataset": {
+                        "source": source,
+                        "split": self.args.split,
+                        "fingerprint": test.dataset._fingerprint,
+                    },
+                    "unlabeled": None,
+                    "support": {
+                        "split": self.args.train_split,
+                        "fingerprint": train.dataset._fingerprint,
+                        "draw": digest_of([split.train, split.validation]),
+                        "area": list(crop_area(method)),
+                    },
+                }
+                cell_id = digest_of(cell)
+                if self.results.outcomes(cell_id) is None:
+                    self._measure(cell_id, cell, start, support, test, task)
+                found.append(self.results.cells[cell_id])
+        return found
+
+    def _measure(
+        self, cell_id: str, cell: Cell, start: Start, support: SupportSet, test: LabelledImages, task: OrionTask
+    ) -> None:
+        device = self.accelerator.device
+        test_set = (test.plain.features.to(device), test.labels.to(device))
+        features = support.features(cell["method"]).to(device)
+        begin = time.perf_counter()
+        estimator = self._estimator(cell["method"], start.text_model, task, cell["seed"])
+        selection = cell["options"].get("selection", "none")
+        labelled: dict[str, Any] = {"validation": support.validation()} if selection == "validation" else {}
+        if selection == "published_on_test":
+            labelled["test"] = test_set
+        fit: Any = estimator.fit  # type: ignore[attr-defined]
+        fit(features, support.labels.to(device), start.prototypes, **labelled)
+        measured = {
+            "unit": "support set",
+            "n_tasks": 1,
+            "num_images": len(test.labels),
+            "unreadable": list(test.plain.unreadable),
+            "seconds": round(time.perf_counter() - begin, 3),
+        }
+        accuracy = torch.tensor([estimator.score(*test_set)], dtype=torch.float64)
+        self.results.add(cell_id, cell | measured, accuracy, self.run, write=self.accelerator.is_main_process)
+
+    def _estimator(self, method: str, text_model: OrionCLIPTextModel, task: OrionTask, seed: int) -> Estimator:
+        kind, options = METHODS[method], dict(self.methods[method])
+        if "random_state" in kind.__signature__.parameters:
+            options["random_state"] = seed
+        if kind is CoOp:
+            return CoOp(text_model, text_model.tokenizer, task.class_names, **options)
+        return kind(**options)
+
+    def _split(self, task: OrionTask, labels: Tensor, shots: int, seed: int) -> KShotSplit:
+        """The draw in the output folder, or a new one that is put there."""
+        path = Path(self.args.output_dir) / "splits" / f"{task.name}-{shots}-{seed}.json"
+        if path.is_file():
+            split = KShotSplit.from_json(path)
+            try:
+                split.check(labels)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            return split
+        split = k_shot_split(labels, shots, seed, validation_from_train=True)
+        if self.accelerator.is_main_process:
+            split.save_json(path)
+        return split
+
+    def _plain_features(self, dataset: Dataset, split: str, views: None = None) -> ImageFeatures:
+        return image_features(
+            self.encoder,
+            dataset,
+            split=split,
+            batch_size=self.args.image_batch_size,
+            num_workers=self.args.num_workers,
+            cache_dir=self.args.cache_dir,
+            progress=False,
+        )
+
+
+class SupportSet:
+    """The labelled images of one draw; features are computed when a cell first needs them, and kept on disk.
+
+    Args:
+        few_shot: the run it belongs to.
+        train: images it was drawn from.
+        split: the draw.
+    """
+
+    def __init__(self, few_shot: FewShot, train: LabelledImages, split: KShotSplit):
+        self._run, self._train, self._split = few_shot, train, split
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def labels(self) -> Tensor:
+        return support_labels(self._train)[self._split.train]
+
+    def passes(self, method: str) -> int:
+        """Augmented copies of each image."""
+        return self._run.args.passes or (10 if method.startswith("tip_adapter") else 20)
+
+    def features(self, method: str) -> Tensor:
+        """``(passes, N, d)``, not normalised."""
+        encoder, recipe = self._run.encoder, {"passes": self.passes(method), "area": crop_area(method)}
+        key = {
+            "dataset": self._train.dataset._fingerprint,
+            "rows": self._split.train,
+            "weights": encoder.weights,
+            "preprocessing": encoder.processor.to_json_string(),
+            "seed": self._split.seed,
+            **recipe,
+        }
+        name = digest_of(key)
+        if name not in self._kept:
+            cache_dir = self._run.args.cache_dir
+            folder = cached_assets_path("orion-hf", "support") if cache_dir is None else Path(cache_dir) / "support"
+            self._kept[name] = self._load_or_encode(folder / f"{name}.safetensors", recipe)
+        return self._kept[name]
+
+    def validation(self) -> tuple[Tensor, Tensor]:
+        """Unit features and labels of up to four images a class that are not in the support set."""
+        rows = self._split.validation
+        if not rows:
+            raise ValueError("selection=validation: all labelled images are in the support set; lower --shots")
+        found = self._run._plain_features(self._train.dataset.select(rows), self._run.args.train_split)
+        device = self._run.accelerator.device
+        return found.features.to(device), support_labels(self._train)[rows][found.rows].to(device)
+
+    def _load_or_encode(self, path: Path, recipe: dict[str, Any]) -> Tensor:
+        try:
+            return load_file(path)["features"]
+        except (FileNotFoundError, SafetensorError, KeyError):
+            pass
+        encoder = self._run.encoder
+        encoder.clip.to(self._run.accelerator.device)
+        features = augmented_features(
+            self._train.dataset.select(self._split.train)["image"][:],
+            partial(raw_features, encoder),
+            **recipe,
+            size=encoder.image_size,
+            seed=self._split.seed,
+            batch_size=self._run.args.image_batch_size,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda temporary: save_file({"features": features.contiguous()}, temporary))
+        return features
+
+
+def support_labels(images: LabelledImages) -> Tensor:
+    """Class indices ``(N,)`` of all images; `LabelledImages.labels` would encode every one of them first."""
+    return torch.tensor(images.dataset["label"][:])
+
+
+def crop_area(method: str) -> tuple[float, float]:
+    """Bounds of the share of an image that a crop covers, as published."""
+    return TIP_ADAPTER_CROP_AREA if method.startswith("tip_adapter") else COOP_CROP_AREA
+
+
+@torch.no_grad()
+def raw_features(encoder: ImageEncoder, images: list) -> Tensor:
+    """Image embeddings ``(B, d)``, not normalised: Tip-Adapter averages them as they are."""
+    pixel_values = encoder.processor(images, return_tensors="pt")["pixel_values"]
+    image_embeds: Any = encoder.clip.get_image_features(pixel_values=pixel_values.to(encoder.clip.device))
+    return image_embeds.pooler_output.float().cpu()
+
+
+def parse_arguments(argv: Sequence[str]) -> FewshotArguments:
+    """Flags as a dataclass.
+
+    Example:
+        >>> parse_arguments("--model embedded:tiny-clip --task tiny-land --shots 1 4".split()).shots
+        [1, 4]
+    """
+    parser = HfArgumentParser(
+        FewshotArguments,  # type: ignore[arg-type]
+        prog="orion-hf fewshot",
+        description=__doc__.split("\n")[0],
+    )
+    args = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[0]
+    for name in ("seeds", "passes", "images_per_class", "image_batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if min(args.shots) < 1 or len(set(args.shots)) < len(args.shots):
+        raise ValueError(f"--shots must be different numbers from 1 up, not {args.shots}")
+    return args
+
+
+def read_methods(names: Sequence[str], assignments: Sequence[str], logit_scale: float) -> dict[str, dict[str, Any]]:
+    """Options of each method: the published ones, the model's own ``logit_scale``, and what the user assigns.
+
+    Example:
+        >>> read_methods(["clap"], ["clap.epochs=5"], 100.0)["clap"]["epochs"]
+        5
+    """
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"no few-shot method {name!r}: choose among {', '.join(METHODS)}")
+    chosen = {
+        name: {
+            option.name: option.default
+            for option in METHODS[name].__signature__.parameters.values()
+            if option.name not in _NO_OPTIONS
+        }
+        | {"logit_scale": round(logit_scale, 4)}
+        for name in dict.fromkeys(names)
+    }
+    for assignment in assignments:
+        where, equals, value = assignment.partition("=")
+        method, _, option = where.partition(".")
+        if not equals or method not in chosen or option not in chosen[method]:
+            known = ", ".join(f"{name}.{key}" for name, options in chosen.items() for key in options)
+            raise ValueError(f"--options {assignment}: write METHOD.OPTION=VALUE, with {known}")
+        try:
+            chosen[method][option] = json.loads(value)
+        except ValueError:
+            chosen[method][option] = value  # a word
+    return chosen
+
+
+def few_shot_table(cells: Sequence[Cell], results: Results) -> str:
+    """A Markdown table: a line for each task, method and number of shots; percent, mean over seeds ± 95 %."""
+    kinds = [kind for kind in ("clip", "orion") if any(cell["prototypes"] == kind for cell in cells)]
+    groups: dict[tuple[str, str, int], dict[str, list[Cell]]] = {}
+    for cell in cells:
+        line = groups.setdefault((cell["task"], cell["method"], cell["protocol"]["shots"]), {})
+        line.setdefault(cell["prototypes"], []).append(cell)
+    names = {"clip": "CLIP", "orion": "ORION"}
+    rows = [["task", "method", "shots", *(names[kind] for kind in kinds)]]
+    if "orion" in kinds:
+        rows[0].append("difference")
+    for (task, method, shots), members in sorted(groups.items()):
+        row = [task, method, str(shots)]
+        for kind in kinds:
+            summary = pooled_summary(members.get(kind, []), results.outcomes) if kind in members else None
+            row.append("-" if summary is None else _percent(summary.mean, summary.low, summary.high))
+        if "orion" in kinds:
+            pairs = comparisons([cell for each in members.values() for cell in each], results.outcomes)
+            row += [_percent(pair["difference"], pair["low"], pair["high"], "+") for pair in pairs] or ["-"]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text)
+
+
+def _percent(mean: float, low: float | None, high: float | None, sign: str = "") -> str:
+    """``71.3 ± 0.8``; without an interval (None or NaN) of a single seed the mean alone."""
+    known = low is not None and high is not None and low == low
+    half = f" ± {50 * (high - low):.1f}" if known else ""  # type: ignore[operator]
+    return f"{100 * mean:{sign}.1f}{half}"
