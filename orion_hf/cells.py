@@ -54,7 +54,15 @@ class MeasuredCell:
     @property
     def setting(self) -> tuple[str, ...]:
         """What is equal in all cells of one table: model, method, protocol and its conditions."""
-        return self.model, self.method, self.protocol, canonical(self.conditions), canonical(self.sweep)
+        conditions = dict(self.conditions)
+        if "class_prompts" in conditions:  # every task has a file of its own
+            conditions["class_prompts"] = True
+        return self.model, self.method, self.protocol, canonical(conditions), canonical(self.sweep)
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """What is equal in the two cells of a pair: setting, task, seed, number of images, prompts."""
+        return *self.setting, self.task, str(self.seed), str(self.num_images), canonical(self.conditions)
 
 
 def canonical(value: Any) -> str:
@@ -70,7 +78,7 @@ def read_results(paths: Iterable[str | os.PathLike]) -> list[MeasuredCell]:
     cells: dict[tuple, MeasuredCell] = {}
     for path in results_files(paths):
         for cell in _read_file(path):
-            key = (cell.setting, cell.task, cell.prototypes, cell.adapter, cell.seed, cell.num_images)
+            key = (cell.pair, cell.prototypes, cell.adapter)
             known = cells.setdefault(key, cell)
             if known.top1 != cell.top1:
                 raise ValueError(
@@ -162,7 +170,6 @@ def _cell(
         raise ValueError(f"{where}: 'top1' must be a share from 0 to 1, got {top1}")
     protocol = read("protocol", dict, {})
     conditions = {**read("options", dict, {}), **{key: value for key, value in protocol.items() if key != "kind"}}
-    conditions |= {key: row[key] for key in ("shots", "class_prompts") if row.get(key) is not None}
     return MeasuredCell(
         task=task,
         model=model,

@@ -22,6 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from .configuration_orion import ORION_CONFIG_NAME
+from .repository import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, PROTOTYPES_NAME
+
+# results.json and gram_heatmaps.png tell of the adapter beside them: they must not outlive it.
+_OF_A_RUN = (
+    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, ORION_CONFIG_NAME, PROTOTYPES_NAME,
+    "training_log.jsonl", "results.json", "gram_heatmaps.png",
+)  # fmt: skip
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TENSORS, _NUMBERS = "state.safetensors", "state.json"
 
@@ -30,6 +38,18 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in Path(output_dir).glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step_of)
+
+
+def clear_run(output_dir: str | os.PathLike) -> None:
+    """Remove what an earlier run left: checkpoints, adapter, prototypes, log, and what was measured of them.
+
+    Full weights are left alone: they may be what somebody else put there.
+    """
+    output_dir = Path(output_dir)
+    for path in checkpoints(output_dir):
+        remove_checkpoint(path)
+    for name in _OF_A_RUN:
+        (output_dir / name).unlink(missing_ok=True)
 
 
 def save_checkpoint(

@@ -1,5 +1,6 @@
 """The command line: ``orion-hf COMMAND ...``. One file in ``orion_hf/commands/`` is one command."""
 
+import argparse
 import ast
 import pkgutil
 import sys
@@ -37,11 +38,19 @@ def run(name: str, argv: list[str] | None = None) -> int:
     try:
         return import_module(f"{commands.__name__}.{name}").main(argv)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"orion-hf {name}: {error}", file=sys.stderr)
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        print(f"orion-hf {name}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"orion-hf {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def refuse_token(value: str) -> None:
+    """An argparse type for options that look like they take a token."""
+    raise argparse.ArgumentTypeError(
+        "others can read command lines; set HF_TOKEN or use `hf auth login`, and revoke the token you gave"
+    )
 
 
 def command_help() -> dict[str, str]:

@@ -60,7 +60,7 @@ def prototype_geometry(prototypes: Tensor, anchors: Tensor | None = None) -> Geo
     return GeometryReport(
         num_classes=len(x),
         mean_displacement=moved.mean().item(),
-        median_displacement=moved.median().item(),
+        median_displacement=moved.quantile(0.5).item(),
         mean_cosine=mean_cosine,
         max_cosine=max_cosine,
         effective_rank=effective_rank(x),

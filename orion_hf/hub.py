@@ -213,7 +213,7 @@ def find_adapters(folder: str | Path) -> dict[str, Path]:
             continue
         _, config = read_folder(path.parent)
         task = config.task.name if config.task is not None else "task"
-        name = f"orion-{re.sub(r'[^A-Za-z0-9]+', '-', task).strip('-').lower() or 'task'}"
+        name = f"orion-{re.sub(r'[^A-Za-z0-9._-]+', '-', task).strip('-').lower() or 'task'}"
         if name in found:
             raise ValueError(f"{found[name]} and {path.parent} are both {name}: push one of them by itself.")
         found[name] = path.parent

@@ -78,6 +78,8 @@ def align_labels(dataset: Dataset, task: OrionTask, copy: HubDataset | None = No
         )
     index = _class_index(feature.names, task, copy.id)
     dataset = dataset.select_columns([image_column, label_column])
+    if unlabelled := sum(label is None or label < 0 for label in dataset[label_column]):
+        raise ValueError(f"{copy.id}: {unlabelled} of its {len(dataset)} images have no label; choose another split")
     if index != list(range(task.num_classes)):
         labels = [index[label] for label in dataset[label_column]]
         dataset = dataset.remove_columns([label_column]).add_column(label_column, labels)
@@ -89,12 +91,19 @@ def align_labels(dataset: Dataset, task: OrionTask, copy: HubDataset | None = No
 
 def _class_index(names: Sequence[str], task: OrionTask, source: str) -> list[int]:
     """For each label name of the dataset, the position of its class in the task."""
-    spellings = {_plain(name): k for k, name in reversed(list(enumerate(task.class_names)))}
+    lists = [task.label_names, task.class_names]
     record = builtin_record(task.name)
     for key in ("class_names_unique", "folder_names", "wordnet_ids"):
         if record is not None and len(record.get(key) or ()) == task.num_classes:
-            spellings |= {_plain(name): k for k, name in enumerate(record[key])}
-    unknown = [name for name in names if _plain(name) not in spellings]
+            lists.append(record[key])
+    exact = {name: k for known in reversed(lists) for k, name in reversed(list(enumerate(known)))}
+    # Spellings of several classes (C, C++ and C# without their signs) name none of them.
+    loose: dict[str, set[int]] = {}
+    for name, k in exact.items():
+        loose.setdefault(_plain(name), set()).add(k)
+    spellings = {name: next(iter(found)) for name, found in loose.items() if name and len(found) == 1}
+    index = [exact.get(name, spellings.get(_plain(name))) for name in names]
+    unknown = [name for name, k in zip(names, index, strict=True) if k is None]
     if unknown:
         nearest = difflib.get_close_matches(_plain(unknown[0]), spellings, n=3, cutoff=0.3)
         shown = ", ".join(repr(task.class_names[spellings[match]]) for match in nearest) or "none is near"
@@ -102,7 +111,7 @@ def _class_index(names: Sequence[str], task: OrionTask, source: str) -> list[int
             f"{source}: {len(unknown)} of its {len(names)} label names are no class of {task.name}, "
             f"first {unknown[0]!r} (nearest: {shown}); rename its labels or the task's classes"
         )
-    return [spellings[_plain(name)] for name in names]
+    return [k for k in index if k is not None]
 
 
 def _plain(name: str) -> str:

@@ -54,7 +54,7 @@ class Table:
     """A table of texts.
 
     Attributes:
-        header: names of the columns.
+        header: names of the columns; all empty: a list of facts, which has no header where that can be.
         rows: as many cells each; an empty cell is "".
         names: how many columns, from the left, hold names; the others hold numbers and are set to the right.
         strong: numbers of the rows that stand out, such as averages.
@@ -146,7 +146,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def _text_table(table: Table) -> str:
-    lines = [[printable(cell) for cell in row] for row in (table.header, *table.rows)]
+    header = [table.header] if any(table.header) else []
+    lines = [[printable(cell) for cell in row] for row in (*header, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -203,15 +204,13 @@ def _html_block(block: Block) -> str:
             f"<figcaption>{caption}</figcaption></figure>"
         )
     head = "".join(_html_cell("th", column, cell, table=block) for column, cell in enumerate(block.header))
+    head = f"<thead><tr>{head}</tr></thead>\n" if any(block.header) else ""
     rows = []
     for number, row in enumerate(block.rows):
         cells = "".join(_html_cell("td", column, cell, table=block) for column, cell in enumerate(row))
         rows.append(f'<tr class="strong">{cells}</tr>' if number in block.strong else f"<tr>{cells}</tr>")
     # The wrapper scrolls sideways, so that the page does not; the keyboard can scroll it too.
-    return (
-        '<div class="table" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody></table></div>"
-    )
+    return f'<div class="table" tabindex="0"><table>{head}<tbody>\n' + "\n".join(rows) + "\n</tbody></table></div>"
 
 
 def _html_cell(tag: str, column: int, cell: str, table: Table) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +219,10 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
 
     @task.setter
     def task(self, task: OrionTask | None) -> None:
+        if task is not None and not isinstance(task, OrionTask):
+            raise TypeError(
+                f"model.task is an OrionTask, not {type(task).__name__}: OrionTask.from_name(...) gives one."
+            )
         if task != self.orion_config.task:
             self._anchors = self._stored_prototypes = None
         self.orion_config = replace(self.orion_config, task=task)
@@ -275,7 +279,7 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
 
     def encode(
         self,
-        inputs: str | Sequence[str] | Sequence[Sequence[int]] | Tensor,
+        inputs: str | Sequence[str] | Sequence[Sequence[int]] | Tensor | Mapping[str, Any],
         normalize: bool = True,
         tokenizer: Any = None,
         soft_embeds: Tensor | None = None,
@@ -283,8 +287,8 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
         """Text embeddings through the prefix tree: those of the padded forward, without its repeated work.
 
         Args:
-            inputs: N prompts: strings, token-id lists, or a padded ``(N, L)`` ``input_ids`` tensor. The token
-                id ``-1 - j`` stands for row ``j`` of ``soft_embeds``.
+            inputs: N prompts: strings, token-id lists, a padded ``(N, L)`` ``input_ids`` tensor, or what a tokenizer
+                returns. The token id ``-1 - j`` stands for row ``j`` of ``soft_embeds``.
             normalize: give unit rows.
             tokenizer: for strings; the one beside the weights if None.
             soft_embeds: ``(m, hidden_size)`` learnable context vectors (CoOp, TPT).
@@ -292,11 +296,16 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
         Returns:
             ``(N, d)`` ``text_embeds``, differentiable.
         """
-        if isinstance(inputs, str):
-            inputs = [inputs]
-        if not isinstance(inputs, Tensor) and len(inputs) and isinstance(inputs[0], str):
-            inputs = (tokenizer or self.tokenizer)(list(inputs), verbose=False)["input_ids"]
-        packs = build_packs(trim_prompts(inputs, self.config.eos_token_id))  # type: ignore[arg-type]
+        prompts: Any = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if isinstance(prompts, Tensor) and prompts.is_floating_point():
+            raise ValueError(f"inputs are {prompts.dtype}; give strings or token ids (vectors go into soft_embeds).")
+        if not isinstance(prompts, Tensor) and len(prompts) and isinstance(prompts[0], int):
+            raise ValueError("inputs are numbers; give a list of token-id lists, one for each prompt.")
+        if not isinstance(prompts, Tensor) and len(prompts) and isinstance(prompts[0], str):
+            prompts = (tokenizer or self.tokenizer)(list(prompts), verbose=False)["input_ids"]
+        packs = build_packs(trim_prompts(prompts, self.config.eos_token_id))  # type: ignore[arg-type]
         text_embeds = encode_packs(self, packs, soft_embeds)
         return F.normalize(text_embeds, dim=-1) if normalize else text_embeds
 

@@ -7,12 +7,15 @@ tree the first time a label set is seen and kept, so an image costs one pass of 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification, AutoTokenizer, CLIPModel
 from transformers.image_utils import load_image
@@ -20,8 +23,10 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.zero_shot_image_classification import ZeroShotImageClassificationPipeline
 
 from .class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, match_class_prompts
+from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
+from .embedded import resolve_model_id
 from .prompt_tree import build_packs, encode_packs, trim_prompts
-from .repository import read_orion_config, weights_version
+from .repository import Adapter, Repository, read_orion_config, weights_version
 from .tasks import OrionTask, format_prompt
 
 TASK = "orion-zero-shot-image-classification"
@@ -66,10 +71,14 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         class_prompts: str | Path | Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ):
-        if isinstance(model, str):
+        if isinstance(model, (str, os.PathLike)):
+            model = resolve_model_id(os.fspath(model))
             hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
             dtype = kwargs.get("dtype", "auto")
-            repository, model = model, OrionClassifierLoader.from_pretrained(model, dtype=dtype, **hub)
+            repository, model = (
+                model,
+                OrionClassifierLoader.from_pretrained(model, dtype=dtype, **hub, **kwargs.pop("model_kwargs", {})),
+            )
             kwargs.setdefault("tokenizer", AutoTokenizer.from_pretrained(repository, **hub))
             kwargs.setdefault("image_processor", AutoImageProcessor.from_pretrained(repository, **hub))
         if not (hasattr(model, "text_model") and hasattr(model, "text_projection")):
@@ -137,6 +146,9 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         except Exception as error:
             name = image if isinstance(image, str) and len(image) < 300 else type(image).__name__
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # transformers takes a name that is no file for base64 and complains about that.
+            if isinstance(image, str) and len(image) < 300 and "://" not in image and not os.path.exists(image):
+                reason = "no such file"
             raise UnreadableImageError(
                 f"cannot read image {name!r} ({reason}); remove it from the input or repair it."
             ) from error
@@ -158,6 +170,13 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         scores, order = model_outputs["logits"][0].softmax(dim=-1).topk(min(top_k or len(labels), len(labels)))
         return [{"score": score, "label": labels[i]} for score, i in zip(scores.tolist(), order.tolist(), strict=True)]
 
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """As the stock pipeline, and the task beside it, so that the labels are there again when it is loaded."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self.orion_task is not None:
+            config = getattr(self.model, "orion_config", None) or OrionConfig()
+            replace(config, task=self.orion_task).save_json(os.path.join(save_directory, ORION_CONFIG_NAME))
+
     def label_embeds(self, labels: Sequence[str], template: str | None = None, **tokenizer_kwargs: Any) -> Tensor:
         """Unit text embeddings ``(K, d)`` of the labels in the template, computed once per label set and weights.
 
@@ -175,6 +194,7 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
             template,
             repr(sorted(tokenizer_kwargs.items())),
             weights_version(self.model.text_model),
+            weights_version(self.model.text_projection),
         )
         if key not in self._label_embeds:
             if self.class_prompts is not None:
@@ -224,9 +244,17 @@ class OrionClassifierLoader:
 
     @classmethod
     def from_pretrained(cls, repository: str, **kwargs: Any):
-        hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        config = read_orion_config(repository, **hub)
-        model = AutoModelForZeroShotImageClassification.from_pretrained(repository, **kwargs)
+        opened = Repository.open(repository, **{name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs})
+        config, adapter = read_orion_config(opened), Adapter.find(opened)
+        if adapter is not None:
+            adapter.base(opened, config)  # refuses what an adapter may not name
+        elif config is not None:
+            kwargs["use_safetensors"] = True  # of a repository of ours no pickle is read
+        try:
+            model = AutoModelForZeroShotImageClassification.from_pretrained(repository, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"{repository}: weights truncated or corrupt ({error}). Download them again.") from error
+        model.orion_config = config
         model.orion_task = config.task if config is not None else None
         return model
 
@@ -243,3 +271,6 @@ def register_pipeline() -> None:
     )
     # With this attribute transformers writes a copy of our code into every saved pipeline, to be run as remote code.
     delattr(OrionZeroShotImageClassificationPipeline, "_registered_impl")
+
+
+register_pipeline()

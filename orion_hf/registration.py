@@ -5,6 +5,7 @@
 """
 
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -33,9 +34,8 @@ class _AfterPipelines(MetaPathFinder):
 
 
 def _register() -> None:
-    from .pipeline import register_pipeline
-
-    register_pipeline()
+    # The module registers the task when it is imported; it may be what is importing transformers' pipelines just now.
+    import_module(".pipeline", __package__)
 
 
 def register_with_transformers() -> None:

@@ -268,13 +268,15 @@ def card_results(cells: Sequence[Cell], outcomes: Callable[[str], Tensor | None]
             top1[name] = {"mean": round(100 * summary.mean, 4), "interval": half}
     cell = kinds["orion"][0]
     seeds = len(kinds["orion"])
+    source = cell["dataset"]["source"]
+    on_hub = "/" in source and not Path(source).exists()  # a Hub id, and neither a folder nor a task rendered here
     return {
         "top1": top1,
         "protocol": f"zero-shot top-1 over {cell['num_images']} images"
         + (f" of each of {seeds} seeds" if seeds > 1 else "")
         + f", {cell['model']}; 95 % interval over images",
         "command": command,
-        "dataset": {"name": cell["task"], "id": cell["dataset"]["source"], "split": cell["dataset"]["split"]},
+        "dataset": {"name": cell["task"], "id": source if on_hub else None, "split": cell["dataset"]["split"]},
     }
 
 

@@ -64,7 +64,7 @@ def sweep_curves(points: Sequence[SweepPoint]) -> dict[str, Any]:
         others = {key: value for key, value in point.settings.items() if key != "orthogonality_weight"}
         if "orthogonality_weight" in point.settings:
             details = "".join(f", {key} {plain(value)}" for key, value in others.items())
-            series.setdefault(f"{point.model}{details}, {len(point.tasks)} tasks", []).append(point)
+            series.setdefault(f"{point.model}{details}, {', '.join(point.tasks)}", []).append(point)
     return {
         title: lambda_sweep(
             [float(point.settings["orthogonality_weight"]) for point in members],

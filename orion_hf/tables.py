@@ -272,8 +272,8 @@ def _runs(cells: Iterable[MeasuredCell], variant: str) -> list[MeasuredCell]:
 def _pairs(cells: Iterable[MeasuredCell], variant: str) -> list[tuple[MeasuredCell, MeasuredCell]]:
     """Cells of a variant, each with the baseline's cell of the same seed, setting and images."""
     cells = list(cells)
-    baseline = {(c.task, c.setting, c.seed, c.num_images): c for c in cells if c.prototypes == BASELINE}
-    found = [(c, baseline.get((c.task, c.setting, c.seed, c.num_images))) for c in _runs(cells, variant)]
+    baseline = {cell.pair: cell for cell in cells if cell.prototypes == BASELINE}
+    found = [(cell, baseline.get(cell.pair)) for cell in _runs(cells, variant)]
     return [(ours, base) for ours, base in found if base is not None]
 
 

@@ -51,10 +51,14 @@ def read_csv(text: str, column: str | None = None) -> list[str]:
 
 def _csv_column(header: list[str], column: str | None) -> int:
     if column is None:
-        if len(header) == 1:
-            return 0
         lower = [cell.lower() for cell in header]
-        usual = [cell for cell in ("class_name", "name", "label") if cell in lower]
+        usual = [cell for cell in ("class_name", "name", "label", "class", "category") if cell in lower]
+        if not usual and len(header) == 1:
+            # A list without header would lose its first class, and every label would be off by one.
+            raise ValueError(
+                f"the first row, {header[0]!r}, is read as the header: write class_name there (columns are "
+                "separated by commas), or give column="
+            )
         if not usual:
             raise ValueError(f"which column holds the class names? Give column=, one of {', '.join(header)}")
         return lower.index(usual[0])

@@ -555,7 +555,7 @@ def _repeated(class_names: Sequence[str]) -> dict[str, list[int]]:
     positions: dict[str, list[int]] = {}
     for position, class_name in enumerate(class_names):
         # CLIP's tokenizers fold case and white space, so names that differ in nothing else are one prompt.
-        positions.setdefault(" ".join(class_name.casefold().split()), []).append(position)
+        positions.setdefault(" ".join(unicodedata.normalize("NFC", class_name).casefold().split()), []).append(position)
     return {class_name: where for class_name, where in positions.items() if len(where) > 1}
 
 

@@ -38,6 +38,7 @@ from transformers.utils import logging
 
 from .checkpoint import (
     checkpoints,
+    clear_run,
     load_checkpoint,
     pack_optimizer,
     remove_checkpoint,
@@ -224,7 +225,8 @@ class OrionTrainer:
         total_steps = args.num_train_epochs * steps_per_epoch
         self._open_output_dir()
         # Tensorboard takes no None.
-        accelerator.init_trackers("orion", config={k: "" if v is None else v for k, v in args.settings().items()})
+        settings = {name: "" if value is None else value for name, value in args.settings().items()}
+        accelerator.init_trackers(f"orion-{self.task.name}", config=settings)
         progress = tqdm(
             total=total_steps,
             initial=self.step,
@@ -424,6 +426,8 @@ class OrionTrainer:
         if wanted:
             chosen = (found[-1] if found else None) if wanted == "latest" else Path(wanted)
             if chosen is not None and not chosen.is_dir():
+                chosen = folder / wanted  # its name alone will do
+            if chosen is not None and not chosen.is_dir():
                 have = ", ".join(path.name for path in found) or "none"
                 raise ValueError(f"{chosen}: no such checkpoint; {folder} has {have}.")
             if chosen is None:
@@ -440,8 +444,10 @@ class OrionTrainer:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".saving-checkpoint-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            for path in found:  # what an earlier run, or this one after the checkpoint chosen, left behind
-                if int(path.name.removeprefix("checkpoint-")) > self.step or not wanted:
+            if not wanted:
+                clear_run(folder)
+            for path in found:  # what this run left behind after the checkpoint chosen
+                if wanted and int(path.name.removeprefix("checkpoint-")) > self.step:
                     remove_checkpoint(path)
             self._cut_log()
         self.accelerator.wait_for_everyone()
@@ -476,6 +482,7 @@ class OrionTrainer:
             "templates": list(self.task.templates),
             "class_prompts": None if self.class_prompts is None else sentences_fingerprint(self.class_prompts),
             "base_model": self.model.orion_config.base_model,
+            "base_revision": self.model.orion_config.base_revision,
             "num_processes": self.accelerator.num_processes,
         }
 

@@ -43,6 +43,18 @@ def test_an_unknown_label_name_shows_the_nearest_class():
         align_labels(dataset(["forrest", "sea or lake"], [0, 1]), TASK)
 
 
+def test_names_that_differ_in_punctuation_only_are_told_apart():
+    task = OrionTask.from_names(["C", "C++", "C#"], name="languages")
+    assert align_labels(dataset(["C#", "C", "C++"], [0, 1, 2]), task)["label"][:] == [2, 0, 1]
+    with pytest.raises(ValueError, match=r"first 'C-'"):
+        align_labels(dataset(["C-", "C"], [0, 1]), task)
+
+
+def test_images_without_a_label_are_refused():
+    with pytest.raises(ValueError, match="1 of its 2 images have no label"):
+        align_labels(dataset(["Forest", "Sea or Lake"], [0, -1]), TASK)
+
+
 def test_labels_without_names_are_refused():
     plain = dataset(["Forest", "Sea or Lake"], [0, 1]).cast_column("label", Value("int64"))
     with pytest.raises(ValueError, match="column 'label' holds no class names"):

@@ -54,6 +54,7 @@ def test_demo_runs_in_a_fresh_clone(clone):
     results = json.loads((clone / "out" / "demo" / "results.json").read_text(encoding="utf-8"))
     assert 45 < results["top1"]["CLIP"] < 85
     assert (clone / "out" / "demo" / "adapter_model.safetensors").is_file()
+    assert "report.html" in run.stdout and "<html" in (clone / "out" / "demo" / "report.html").read_text("utf-8")
 
 
 def test_demo_uses_the_recommended_settings(root):

@@ -256,3 +256,12 @@ def test_one_class_has_no_geometry():
         prototype_geometry(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="3 classes are assigned"):
         negative_log_likelihood(torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([0, 2]))
+
+
+def test_median_displacement_of_an_even_number_of_classes():
+    anchors = torch.eye(4)
+    angles = torch.tensor([0.1, 0.2, 0.4, 0.5])
+    prototypes = angles.cos()[:, None] * anchors + angles.sin()[:, None] * anchors.roll(1, 0)
+    moved = 2 * (angles / 2).sin()
+    report = prototype_geometry(prototypes, anchors)
+    assert report.median_displacement == pytest.approx((moved[1] + moved[2]).item() / 2, abs=1e-6)

@@ -1,6 +1,7 @@
 """The pipeline: the stock pipeline's scores, labels encoded once, clear errors, and the command line on top."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tiny_clip_folder import TASK, save_tiny_clip, train_a_little
 from transformers import pipeline
 
@@ -92,7 +94,11 @@ def test_kept_embeddings_follow_the_weights(base, images):
     before = scores(classify(images[0]))
     with torch.no_grad():
         classify.model.text_model.encoder.layers[0].mlp.fc1.weight.mul_(3.0)
-    assert scores(classify(images[0])) != pytest.approx(before, abs=1e-4)
+    changed = scores(classify(images[0]))
+    assert changed != pytest.approx(before, abs=1e-4)
+    with torch.no_grad():
+        classify.model.text_projection.weight.mul_(-1.0)
+    assert scores(classify(images[0])) != pytest.approx(changed, abs=1e-4)
 
 
 def test_inputs_of_every_kind(ours, images, tmp_path):
@@ -130,9 +136,36 @@ def test_top_k_and_options_at_construction(repositories, images):
     assert {entry["label"] for entry in classify(images[0], candidate_labels="red, blue")} == {"red", "blue"}
 
 
-def test_a_saved_pipeline_needs_no_code_of_ours(ours, tmp_path):
+def test_a_saved_pipeline_keeps_its_task_and_needs_no_code_of_ours(ours, images, tmp_path):
     ours.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.py"))
+    again = OrionZeroShotImageClassificationPipeline(tmp_path / "saved", device="cpu")
+    assert scores(again(images[0])) == pytest.approx(scores(ours(images[0])), abs=1e-5)
+
+
+def test_no_pickle_of_an_orion_repository_is_read(repositories, tmp_path):
+    folder = tmp_path / "pickled"
+    shutil.copytree(repositories["merged"], folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises((OSError, ValueError), match="safetensors"):
+        OrionZeroShotImageClassificationPipeline(folder, device="cpu")
+
+
+def test_corrupt_weights_are_named(repositories, tmp_path):
+    folder = tmp_path / "cut"
+    shutil.copytree(repositories["merged"], folder)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"cut: weights truncated or corrupt"):
+        OrionZeroShotImageClassificationPipeline(folder, device="cpu")
+
+
+def test_the_embedded_model_is_a_model_like_any_other(images):
+    classify = OrionZeroShotImageClassificationPipeline("embedded:tiny-clip", device="cpu")
+    assert len(classify(images[0], candidate_labels=["forest", "lake"])) == 2
+    text_model = OrionCLIPTextModel.from_pretrained("embedded:tiny-clip")
+    assert classify.model.dtype == text_model.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -176,11 +209,12 @@ def test_a_model_that_is_no_clip_is_refused():
 
 
 def test_importing_the_package_registers_the_task(base):
-    """Before or after transformers' pipelines are loaded, and without loading them."""
+    """Without loading transformers' pipelines, and whichever of the two modules is asked for first."""
     code = """
 import sys
 import orion_hf
 assert "transformers.pipelines" not in sys.modules
+from orion_hf import OrionZeroShotImageClassificationPipeline
 from transformers import pipeline
 classify = pipeline("orion-zero-shot-image-classification", model=sys.argv[1], device="cpu")
 print(type(classify).__name__)
@@ -206,4 +240,4 @@ def test_command_line(repositories, images, ours, tmp_path, capsys):
     assert "bad.png" in output.err
 
     assert cli.main(["classify", "x.png", "--model", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    assert "nowhere" in (error := capsys.readouterr().err) and error.count("\n") == 1

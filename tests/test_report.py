@@ -136,7 +136,7 @@ def paper_rows():
                 extra = {"model": models[title]}
             elif table == "few_shot":
                 shots, method = title.split("-shot ")
-                extra = {"method": method.lower(), "shots": int(shots)}
+                extra = {"method": method.lower(), "protocol": {"kind": "full", "shots": int(shots), "passes": 1}}
             elif table in ("tta_mta_tpt", "svd_per_dataset", "zlap_vit_b16"):
                 extra = {"method": title.lower()}
             elif table == "stata_online":
@@ -147,8 +147,10 @@ def paper_rows():
                 protocol = {"kind": "batch", "k_eff": k_eff, "batch_size": int(size)}
                 extra = {"method": "stata", "protocol": protocol}
             else:
-                extra = {"model": models["CLIP ViT-L/14"], "class_prompts": "cupl.json"}
+                extra = {"model": models["CLIP ViT-L/14"]}
             for column, task in tasks_by_column().items():
+                if table.startswith("cupl"):
+                    extra["protocol"] = {"kind": "full", "class_prompts": f"{task}.json"}
                 if column in figures:
                     yield row(task, kind, figures[column] / 100, **extra)
 
@@ -196,7 +198,7 @@ def test_the_papers_tables_come_back_exactly(measured):
 
 
 def test_misprints_are_marked_and_listed(tmp_path):
-    rows = [row(prototypes=kind, method="clap", shots=4) for kind in ("clip", "orion")]
+    rows = [row(prototypes=kind, method="clap", protocol={"kind": "full", "shots": 4}) for kind in ("clip", "orion")]
     text = report(read_results([write(tmp_path, rows)]), "md")
     assert "67.83 †" in text and "| 67.83 | 67.8182 |" in text
     assert "8-shot CLAP &#43; ORION" not in text  # of tables that are not shown nothing is said

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import unicodedata
 import warnings
 
 import pytest
@@ -42,7 +43,7 @@ templates = st.builds(lambda left, right: left + "{}" + right, fixed_text, fixed
 
 
 def folded(name):
-    return " ".join(name.casefold().split())
+    return " ".join(unicodedata.normalize("NFC", name).casefold().split())
 
 
 tasks = st.builds(
@@ -383,6 +384,8 @@ def test_templates_of_a_file_and_arguments_instead(tmp_path):
         ("t.txt", b"cat\ndog\ncat", "'cat' at 0, 2"),
         ("t.txt", b"cat\nd\x07g", "control character"),
         ("t.csv", b"", "the table is empty"),
+        ("t.csv", b"cat\ndog\n", "the first row, 'cat', is read as the header"),
+        ("t.csv", b"id;name\n1;cat\n2;dog\n", "columns are separated by commas"),
         ("t.csv", b"name\ncat\n\ndog\n", "row 3 has 0 cells, the header 1"),
         (
             "t.csv",

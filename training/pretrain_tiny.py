@@ -238,7 +238,9 @@ def save_folder(folder: Path, model: CLIPModel, processor: CLIPProcessor) -> Non
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         model.half().save_pretrained(temporary)
         processor.save_pretrained(temporary)
-        config = json.loads(Path(temporary, "config.json").read_text("utf-8")) | {"dtype": "float32"}
+        config = json.loads(Path(temporary, "config.json").read_text("utf-8"))
+        for part in (config, config["text_config"], config["vision_config"]):
+            part["dtype"] = "float32"
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         digest = hashlib.sha256(Path(temporary, "model.safetensors").read_bytes()).hexdigest()
         Path(temporary, "checksums.json").write_text(json.dumps({"model.safetensors": digest}, indent=2) + "\n")

@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         dataset_index,
         dataset_names,
         dataset_page,
+        is_generated,
         model_card,
         write_heatmap,
     )
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             write_heatmap(folder, folder / HEATMAP_NAME)
         repo_id = args.repo or f"your-name/{folder.resolve().name}"
         pages = {target: str(model_card(folder, repo_id, license=args.license))}
+        if target.is_file() and not args.check and not is_generated(target.read_text(encoding="utf-8")):
+            raise ValueError(f"{target} was written by hand: remove it, or write the card elsewhere with --output.")
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if args.check:
         for path in stale:

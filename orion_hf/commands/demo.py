@@ -14,11 +14,14 @@ from torch.nn.functional import normalize
 from transformers import pipeline
 
 from ..card import RESULTS_NAME
+from ..cells import read_results
 from ..features import ImageEncoder, image_features
 from ..files import write_json
 from ..images import task_images
+from ..layout import write_text
 from ..modeling_orion import OrionCLIPTextModel
 from ..prototypes import svd_prototypes
+from ..report import report
 from ..tasks import OrionTask
 from ..trainer import OrionTrainer, TrainingResult
 from ..training_args import OrionTrainingArguments
@@ -70,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     print(stock_pipeline_says(output_dir, task, images[0]))
     print(f"\nadapter   {output_dir}")
     print("\n".join(f"plot      {plot}" for plot in plots))
+    files = [output_dir / RESULTS_NAME]
+    print(f"report    {write_text(output_dir / 'report.html', report(read_results(files), 'html', files=files))}")
     return 0
 
 

@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import HfArgumentParser
 
 from ..card import RESULTS_NAME as CARD_RESULTS_NAME
 from ..evaluation import Evaluation, Protocol, TunedText, read_methods
@@ -33,6 +32,7 @@ from ..features import ImageEncoder
 from ..files import write_json
 from ..images import task_images, tiny_task_names
 from ..modeling_orion import OrionCLIPTextModel
+from ..options import parse_dataclasses
 from ..repository import read_orion_config
 from ..results import Cell, Results, card_results, results_table
 from ..tasks import OrionTask
@@ -184,12 +184,8 @@ def parse_arguments(argv: Sequence[str]) -> EvaluateArguments:
         >>> parse_arguments("--model embedded:tiny-clip --task tiny-land --seeds 0 1".split()).seeds
         [0, 1]
     """
-    parser = HfArgumentParser(
-        EvaluateArguments,  # type: ignore[arg-type]
-        prog="orion-hf evaluate",
-        description=__doc__.split("\n")[0],
-    )
-    args = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[0]
+    description = __doc__.split("\n")[0]
+    (args,) = parse_dataclasses([EvaluateArguments], argv, prog="orion-hf evaluate", description=description)
     if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
         raise ValueError(f"--seeds must be different numbers from 0 up, not {args.seeds}")
     if args.save_to_adapter and args.class_prompts is not None:

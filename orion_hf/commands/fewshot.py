@@ -32,7 +32,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 from .. import __version__
 from ..evaluation import LabelledImages, TunedText
@@ -45,6 +44,7 @@ from ..methods.coop import CoOp
 from ..methods.estimator import Estimator
 from ..methods.tip_adapter import TipAdapter, TipAdapterF
 from ..modeling_orion import OrionCLIPTextModel
+from ..options import parse_dataclasses
 from ..results import Cell, Results, comparisons, pooled_summary
 from ..tasks import OrionTask
 from .evaluate import read_adapters, read_tasks, versions
@@ -406,12 +406,8 @@ def parse_arguments(argv: Sequence[str]) -> FewshotArguments:
         >>> parse_arguments("--model embedded:tiny-clip --task tiny-land --shots 1 4".split()).shots
         [1, 4]
     """
-    parser = HfArgumentParser(
-        FewshotArguments,  # type: ignore[arg-type]
-        prog="orion-hf fewshot",
-        description=__doc__.split("\n")[0],
-    )
-    args = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[0]
+    description = __doc__.split("\n")[0]
+    (args,) = parse_dataclasses([FewshotArguments], argv, prog="orion-hf fewshot", description=description)
     for name in ("seeds", "passes", "images_per_class", "image_batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")

@@ -8,22 +8,22 @@ orion-hf finetune --config training/configs/paper.yaml --task pets dtd --output_
 from __future__ import annotations
 
 import copy
-import difflib
 import sys
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 from accelerate import Accelerator
+from huggingface_hub import get_token
 from torch.nn import functional as F
-from transformers import HfArgumentParser
 
+from ..checkpoint import clear_run
 from ..class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, tokenize_sentences
 from ..configuration_orion import ORION_CONFIG_NAME
 from ..geometry import prototype_geometry
 from ..modeling_orion import OrionCLIPTextModel
+from ..options import parse_dataclasses
 from ..prototypes import svd_prototypes
 from ..repository import PROTOTYPES_NAME, staged_folder, write_prototypes
 from ..tasks import OrionTask
@@ -80,6 +80,8 @@ class Outcome:
 def main(argv: list[str] | None = None) -> int:
     """Parse, load the base once, then train, save and push task by task. 0: all done, 1: a task failed."""
     script, args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if args.push_to_hub and not get_token():
+        raise ValueError("--push_to_hub needs a token: log in with `hf auth login`, or set HF_TOKEN.")
     tasks = read_tasks(script)
     accelerator = build_accelerator(args)
     base = load_base(script)
@@ -177,6 +179,7 @@ def save_training_free(
     before, after = prototype_geometry(anchors), prototype_geometry(prototypes, anchors)
     training |= {"geometry_before": asdict(before), "geometry_after": asdict(after)}
     if accelerator.is_main_process:
+        clear_run(folder)
         with staged_folder(folder) as stage:
             replace(model.orion_config, training=training).save_json(stage / ORION_CONFIG_NAME)
             write_prototypes(stage / PROTOTYPES_NAME, prototypes, anchors)
@@ -202,29 +205,10 @@ def parse_arguments(argv: list[str]) -> tuple[FinetuneArguments, OrionTrainingAr
         >>> parse_arguments(flags)[1].seed
         1
     """
-    parser = HfArgumentParser(
-        (FinetuneArguments, OrionTrainingArguments),  # type: ignore[arg-type]
-        prog="orion-hf finetune",
-        description=__doc__.split("\n")[0],
-    )
-    parser.add_argument("--config", help="YAML file of these options; flags given beside it win.")
-    argv = list(argv)
-    config = parser_of_config().parse_known_args(argv)[0].config
-    if config is not None:
-        values = _read_config(config)
-        for action in parser._actions:
-            if action.dest in values:
-                action.required = False
-        parser.set_defaults(**values)
-    script, args, *_ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    kinds = (FinetuneArguments, OrionTrainingArguments)
+    description = __doc__.split("\n")[0]
+    script, args = parse_dataclasses(kinds, argv, prog="orion-hf finetune", description=description, config=True)
     return script, args
-
-
-def parser_of_config() -> HfArgumentParser:
-    """Finds ``--config`` before the other options are looked at."""
-    parser = HfArgumentParser([], add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser
 
 
 def read_tasks(script: FinetuneArguments) -> list[OrionTask]:
@@ -305,19 +289,3 @@ def _arguments_of(task: OrionTask, args: OrionTrainingArguments) -> OrionTrainin
         raise ValueError("--resume_from_checkpoint takes no folder when there are several tasks.")
     repository = None if args.hub_model_id is None else f"{args.hub_model_id.split('/')[0]}/orion-{task.name}"
     return replace(args, output_dir=str(Path(args.output_dir) / f"orion-{task.name}"), hub_model_id=repository)
-
-
-def _read_config(path: str) -> dict:
-    with open(path, encoding="utf-8") as file:
-        try:
-            values = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold options as `name: value`, one a line.")
-    known = [option.name for kind in (FinetuneArguments, OrionTrainingArguments) for option in fields(kind)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise ValueError(f"{path}: no option {name!r}" + (f", did you mean {near[0]!r}?" if near else "."))
-    return values

@@ -188,6 +188,7 @@ def settings_blocks(subject: Subject) -> list[Block]:
     base = config.base_model if subject.base is None or subject.base is subject.repository else subject.base.name
     revision = config.base_revision or (subject.base.commit if subject.base is not None else None)
     facts = [
+        ("repository", subject.repository.name),
         ("kind", subject.kind),
         ("needs", "nothing else" if subject.kind == "merged model" else f"{base or 'a base model that is not named'}"),
         ("base model", f"{base or 'not named'}" + (f" at {revision}" if revision else "")),
@@ -208,7 +209,7 @@ def settings_blocks(subject: Subject) -> list[Block]:
         if path is not None:
             facts.append((name, f"{os.path.getsize(path):,} bytes"))
     training = [(key, str(value)) for key, value in config.training.items() if isinstance(value, (str, int, float))]
-    blocks: list[Block] = [Heading(f"{subject.repository.name}"), Table(("", ""), tuple(facts), names=2)]
+    blocks: list[Block] = [Heading("What it is"), Table(("", ""), tuple(facts), names=2)]
     if training:
         blocks += [Heading("Training"), Table(("setting", "value"), tuple(training), names=2)]
     return blocks

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from ..cli import refuse_token
+
 
 def main(argv: list[str] | None = None) -> int:
     """``orion-hf push FOLDER REPO [--merged] [--private] [--all]``.
@@ -20,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--create-pr", action="store_true", help="propose the change as a pull request")
     parser.add_argument("--message", help="title of the commit")
     parser.add_argument("--license", help="licence of the weights for the card, such as mit")
-    parser.add_argument("--token", type=_refuse_token, help=argparse.SUPPRESS)
+    parser.add_argument("--token", type=refuse_token, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
 
     from ..escaping import printable
@@ -50,10 +52,3 @@ def main(argv: list[str] | None = None) -> int:
             continue
         print(f"{push.url}  {'pushed' if push.changed else 'unchanged'} {push.commit[:8]}")
     return 1 if failed else 0
-
-
-def _refuse_token(value: str) -> None:
-    """Without this option argparse would print what it does not know, token and all."""
-    raise argparse.ArgumentTypeError(
-        "others can read command lines; set HF_TOKEN or use `hf auth login`, and revoke the token you gave"
-    )

@@ -108,6 +108,8 @@ def plan(options: argparse.Namespace, script: FinetuneArguments, args: OrionTrai
     """All runs, in the order of tasks, settings and seeds. A cell's name depends on all that its figure depends on."""
     if script.training_free is not None:
         raise ValueError("--training_free trains nothing, so there is nothing to sweep.")
+    if script.class_prompts is not None:
+        raise ValueError("--class_prompts does not go with a sweep: leave it out, or use orion-hf finetune.")
     if args.push_to_hub:
         raise ValueError("--push_to_hub does not go with a sweep: push the setting you chose with orion-hf finetune.")
     if options.seeds < 1:
