@@ -145,9 +145,15 @@ def _rows_of_summary(data: dict[str, Any]) -> list[dict[str, Any]]:
     keys = {label.casefold(): key for key, label in PROTOTYPES.items()}
     values = {name: value.get("mean") if isinstance(value, dict) else value for name, value in data["top1"].items()}
     figures = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    scale = 1 if all(value <= 1 for value in figures.values()) else 100  # the demo writes shares
+    scale = 1 if all(value <= 1 for value in figures.values()) else 100
     return [
-        {**data, "prototypes": keys.get(name.casefold(), name), "num_images": data.get("images"), "top1": value / scale}
+        {
+            **data,
+            "prototypes": keys.get(name.casefold(), name),
+            "num_images": data.get("images"),
+            "top1": value / scale,
+            "protocol": None,  # here a sentence for people
+        }
         for name, value in figures.items()
     ]
 

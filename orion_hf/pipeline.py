@@ -246,12 +246,17 @@ class OrionClassifierLoader:
     def from_pretrained(cls, repository: str, **kwargs: Any):
         opened = Repository.open(repository, **{name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs})
         config, adapter = read_orion_config(opened), Adapter.find(opened)
-        if adapter is not None:
-            adapter.base(opened, config)  # refuses what an adapter may not name
-        elif config is not None:
+        base = adapter.base(opened, config) if adapter is not None else None  # refuses what none may name
+        if adapter is None and config is not None:
             kwargs["use_safetensors"] = True  # of a repository of ours no pickle is read
+        embedded = base is not None and base.name.startswith("embedded:")
+        hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if embedded and name in kwargs}
         try:
-            model = AutoModelForZeroShotImageClassification.from_pretrained(repository, **kwargs)
+            model = AutoModelForZeroShotImageClassification.from_pretrained(
+                base.path if base is not None and embedded else repository, **kwargs
+            )
+            if embedded:  # a name that stock code cannot resolve, so the adapter is added here
+                model.load_adapter(repository, adapter_kwargs={key: hub[key] for key in hub if hub[key] is not None})
         except SafetensorError as error:
             raise ValueError(f"{repository}: weights truncated or corrupt ({error}). Download them again.") from error
         model.orion_config = config

@@ -62,8 +62,6 @@ class Repository:
     def open(cls, name: str | os.PathLike, revision: str | None = None, **options: Any) -> Repository:
         """Resolve ``revision`` once; files are fetched when asked for."""
         name = os.fspath(name)
-        if not name.startswith("embedded:") and not os.path.isdir(name) and not is_hub_id(name):
-            raise ValueError(f"{name}: no such folder, and not an id of the Hub such as org/name.")
         resolve = {key: options[key] for key in ("cache_dir", "local_files_only", "token") if key in options}
         return cls(name, resolve_revision(resolve_model_id(name), revision, **resolve), options)
 

@@ -268,7 +268,7 @@ def card_results(cells: Sequence[Cell], outcomes: Callable[[str], Tensor | None]
             top1[name] = {"mean": round(100 * summary.mean, 4), "interval": half}
     cell = kinds["orion"][0]
     seeds = len(kinds["orion"])
-    source = cell["dataset"]["source"]
+    source = cell["dataset"]["source"] or ""
     on_hub = "/" in source and not Path(source).exists()  # a Hub id, and neither a folder nor a task rendered here
     return {
         "top1": top1,

@@ -126,6 +126,7 @@ def test_one_task_becomes_an_adapter_that_loads(clip, names_file, tmp_path, caps
 
 
 def test_several_tasks_load_the_base_once_and_one_failure_stops_no_other(clip, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     loads, pushes = [], []
     load_base = finetune.load_base
     monkeypatch.setattr(finetune, "load_base", lambda script: loads.append(1) or load_base(script))

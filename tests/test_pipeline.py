@@ -143,6 +143,23 @@ def test_a_saved_pipeline_keeps_its_task_and_needs_no_code_of_ours(ours, images,
     assert scores(again(images[0])) == pytest.approx(scores(ours(images[0])), abs=1e-5)
 
 
+def test_an_adapter_of_the_embedded_model_as_it_is_pushed(images, tmp_path):
+    """Its base is the name `embedded:tiny-clip`, because a path of this machine would help nobody else."""
+    model = OrionCLIPTextModel.from_pretrained("embedded:tiny-clip")
+    model.task = TASK
+    model.add_lora()
+    train_a_little(model)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = scores(OrionZeroShotImageClassificationPipeline(tmp_path / "adapter", device="cpu")(images[0]))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = "embedded:tiny-clip"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    pushed = OrionZeroShotImageClassificationPipeline(tmp_path / "adapter", device="cpu")
+    assert scores(pushed(images[0])) == pytest.approx(expected, abs=1e-6)
+    plain = OrionZeroShotImageClassificationPipeline("embedded:tiny-clip", device="cpu", orion_task=TASK)
+    assert scores(plain(images[0])) != pytest.approx(expected, abs=1e-4)
+
+
 def test_no_pickle_of_an_orion_repository_is_read(repositories, tmp_path):
     folder = tmp_path / "pickled"
     shutil.copytree(repositories["merged"], folder)

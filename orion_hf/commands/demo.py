@@ -61,6 +61,10 @@ def main(argv: list[str] | None = None) -> int:
 
     top1 = {name: accuracy(features, rows, labels) for name, rows in prototypes.items()}
     results = {
+        "task": task.name,
+        "model": args.model,
+        "seed": args.seed,
+        "images": len(labels),
         "top1": {name: round(100 * hit, 2) for name, hit in top1.items()},
         "protocol": f"zero-shot, {len(labels)} test images, evaluation template",
         "command": f"orion-hf demo --model {args.model} --task {task.name} --seed {args.seed}",
