@@ -368,7 +368,9 @@ with ThreadPoolExecutor(4) as pool:
     lost = [outcome for outcome in answer.result if isinstance(outcome, str)]
     assert all("somebody else pushed" in line for line in lost)
     made = sum(outcome is True for outcome in answer.result)
-    assert made >= 1 and len(hub.commits(repo)) == 3 + made
+    # A push that lost the Hub's answer and then finds its files there cannot know that another one, of the same files,
+    # has put them there: it may count that commit as its own.
+    assert 1 <= len(hub.commits(repo)) - 3 <= made
     files = hub.files(repo)
     assert set(files) == ADAPTER_FILES | {"theirs.txt"}
     assert len({hub_state(commit) for commit in hub.commits(repo)[:-3]}) <= 2, "every commit is old or new, whole"
