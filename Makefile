@@ -31,8 +31,8 @@ lint: $(READY) ## ruff
 types: $(READY) ## mypy
 	@$(BIN)/mypy
 
-tests: $(READY) ## pytest on every core, one torch thread each (ARGS=tests/test_tasks.py)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+tests: $(READY) ## pytest on every core, a file at a time, one torch thread each (ARGS=tests/test_tasks.py)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 format: $(READY) ## let ruff rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
