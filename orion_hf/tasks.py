@@ -24,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import write_json
 from .task_files import READERS, decode_text, read_csv
 
 if TYPE_CHECKING:
@@ -422,13 +423,7 @@ class OrionTask:
         if path.suffix.lower() != ".json":
             raise ValueError(f"{path}: a task is saved as .json, so that from_file knows how to read it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-            temporary.write_bytes(text.encode("utf-8"))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_json(path, self.to_dict())
         return path
 
 
