@@ -10,7 +10,6 @@ as the paper's. The same files always give the same card. Names in it are text, 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
 from .escaping import markdown
+from .files import is_finite, read_json
 from .geometry import GeometryReport, prototype_geometry
 from .repository import (
     ADAPTER_CONFIG_NAME,
@@ -38,10 +38,10 @@ from .repository import (
     read_tensors,
 )
 from .tasks import OrionTask, builtin_record
+from .training_log import LOG_NAME, read_log
 
 CARD_NAME = "README.md"
 RESULTS_NAME = "results.json"
-LOG_NAME = "training_log.jsonl"
 HEATMAP_NAME = "gram_heatmaps.png"
 PIPELINE_TAG = "zero-shot-image-classification"
 MERGED_REVISION = "merged"
@@ -305,16 +305,7 @@ def _settings(training: dict[str, Any], log: Path) -> list[tuple[str, str]]:
 
 def _penalties(log: Path) -> tuple[float, float] | None:
     """The orthogonality term of the first and of the last logged step; None if the log has none."""
-    values = []
-    if log.is_file():
-        with open(log, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    value = json.loads(line)["orthogonality"]
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    continue
-                if _is_finite(value):
-                    values.append(float(value))
+    values = [float(row["orthogonality"]) for row in read_log(log) if "orthogonality" in row]
     return (values[0], values[-1]) if values else None
 
 
@@ -502,13 +493,7 @@ def dataset_index() -> str:
 
 
 def _read_json(path: str | os.PathLike) -> dict[str, Any]:
-    if os.path.getsize(path) > _LARGEST_JSON:
-        raise ValueError(f"{path}: more than {_LARGEST_JSON} bytes. Write it again.")
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}). Write it again.") from error
+    data = read_json(path, _LARGEST_JSON, "Write it again.")
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, not {type(data).__name__}. Write it again.")
     return data
@@ -518,19 +503,10 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _is_finite(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
-
-
 def _percentage(value: Any, source: str) -> tuple[float, float | None]:
     spread = None
     if isinstance(value, dict):
         value, spread = value.get("mean"), value.get("interval")
-    if not _is_finite(value) or not 0 <= value <= 100 or not (spread is None or _is_finite(spread)):
+    if not is_finite(value) or not 0 <= value <= 100 or not (spread is None or is_finite(spread)):
         raise ValueError(f"{source} must be a percentage from 0 to 100, or have it as 'mean'.")
     return float(value), None if spread is None else float(spread)

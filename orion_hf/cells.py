@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .files import read_json
 from .results import PROTOTYPES, RESULTS_NAME
 
 BASELINE, ORION = "clip", "orion"  # kinds of prototypes; gains are over the first
@@ -108,13 +109,7 @@ def read_header(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _read_json(path: str | os.PathLike) -> dict[str, Any]:
-    if os.path.getsize(path) > _LARGEST_FILE:
-        raise ValueError(f"{path} is larger than {_LARGEST_FILE} bytes: give a results.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): give a results.json") from error
+    data = read_json(path, _LARGEST_FILE, "Give a results.json.")
     if isinstance(data, list):
         data = {"cells": data}
     if not isinstance(data, dict):
@@ -145,13 +140,12 @@ def _rows_of_summary(data: dict[str, Any]) -> list[dict[str, Any]]:
     keys = {label.casefold(): key for key, label in PROTOTYPES.items()}
     values = {name: value.get("mean") if isinstance(value, dict) else value for name, value in data["top1"].items()}
     figures = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    scale = 1 if all(value <= 1 for value in figures.values()) else 100
     return [
         {
             **data,
             "prototypes": keys.get(name.casefold(), name),
             "num_images": data.get("images"),
-            "top1": value / scale,
+            "top1": value / 100,
             "protocol": None,  # here a sentence for people
         }
         for name, value in figures.items()

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from .configuration_orion import ORION_CONFIG_NAME
 from .repository import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, PROTOTYPES_NAME
+from .training_log import LOG_NAME
 
 # results.json and gram_heatmaps.png tell of the adapter beside them: they must not outlive it.
 _OF_A_RUN = (
     ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, ORION_CONFIG_NAME, PROTOTYPES_NAME,
-    "training_log.jsonl", "results.json", "gram_heatmaps.png",
+    LOG_NAME, "results.json", "gram_heatmaps.png",
 )  # fmt: skip
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TENSORS, _NUMBERS = "state.safetensors", "state.json"

@@ -229,14 +229,75 @@ def read_methods(names: Sequence[str], assignments: Sequence[str], logit_scale: 
     for options in chosen.values():
         if "logit_scale" in options:
             options["logit_scale"] = round(logit_scale, 4)
+    assign_options(chosen, assignments)
+    return chosen
+
+
+def assign_options(chosen: Mapping[str, dict[str, Any]], assignments: Sequence[str]) -> None:
+    """Carry out ``METHOD.OPTION=VALUE`` on the options of each method; values are JSON, other text is a string.
+
+    Example:
+        >>> options = {"stata": {"alpha": 1.0}}
+        >>> assign_options(options, ["stata.alpha=2"])
+        >>> options
+        {'stata': {'alpha': 2}}
+    """
     for assignment in assignments:
         where, equals, value = assignment.partition("=")
         method, _, option = where.partition(".")
         if not equals or method not in chosen or option not in chosen[method]:
-            options_of = ", ".join(f"{name}.{key}" for name, options in chosen.items() for key in options)
-            raise ValueError(f"--options {assignment}: write METHOD.OPTION=VALUE, with {options_of}")
-        chosen[method][option] = _value(value)
-    return chosen
+            known = ", ".join(f"{name}.{key}" for name, options in chosen.items() for key in options)
+            raise ValueError(f"--options {assignment}: write METHOD.OPTION=VALUE, with {known}")
+        try:
+            chosen[method][option] = json.loads(value)
+        except ValueError:
+            chosen[method][option] = value  # a word
+
+
+def describe_cell(
+    task: OrionTask,
+    encoder: ImageEncoder,
+    weights: str,
+    method: str,
+    options: dict[str, Any],
+    kind: str,
+    tuned: TunedText | None,
+    protocol: dict[str, Any],
+    seed: int,
+    class_prompts: tuple[str, ClassPrompts] | None = None,
+) -> Cell:
+    """What the accuracy of a cell depends on, but for its images; layout in `results`.
+
+    Args:
+        encoder, weights: the model and a hash of both its towers.
+        method, options: the method and all its options.
+        kind, tuned: of the prototypes, and where ORION's come from.
+        protocol, seed: how images are drawn.
+        class_prompts: name of a prompt file and its sentences, if these take the place of the templates.
+    """
+    task_digest = digest_of(task.to_dict())
+    if class_prompts is not None:
+        task_digest = digest_of([task_digest, class_prompts[1].sentences])
+        protocol = protocol | {"class_prompts": class_prompts[0]}
+    return {
+        "task": task.name,
+        "task_digest": task_digest,
+        "model": encoder.name,
+        "revision": encoder.revision,
+        "weights": weights,
+        "method": method,
+        "prototypes": kind,
+        "adapter": None if tuned is None else tuned.name,
+        "adapter_revision": None if tuned is None else tuned.revision,
+        "adapter_weights": None if tuned is None else tuned.weights,
+        "protocol": protocol,
+        "options": options,
+        "views": None,
+        "seed": seed,
+        "mixed_precision": "no",
+        "orion_hf": __version__,
+        "unlabeled": None,
+    }
 
 
 def uses_augmix(task: OrionTask) -> bool:
@@ -336,40 +397,28 @@ class Evaluation:
             for kind, classifier in kinds.items():
                 if "text model" in info.inputs and classifier.text_model is None:
                     continue  # averaged and orthogonalised prototypes are of no text model that could be tuned
-                cell = self._describe(task, name, kind, tuned if kind == "orion" else None, seed, views) | {
+                cell = describe_cell(
+                    task,
+                    self.encoder,
+                    self._weights,
+                    name,
+                    options,
+                    kind,
+                    tuned if kind == "orion" else None,
+                    self.protocol.to_dict(),
+                    seed,
+                    class_prompts,
+                ) | {
+                    "views": None if views is None else asdict(views),
+                    "mixed_precision": str(self.accelerator.mixed_precision),
                     "dataset": dataset,
                     "unlabeled": None if unlabeled is None else unlabeled._fingerprint,
                 }
-                if class_prompts is not None:
-                    cell["task_digest"] = digest_of([cell["task_digest"], class_prompts[1].sentences])
-                    cell["protocol"] |= {"class_prompts": class_prompts[0]}
                 cell_id = digest_of(cell)
                 if self.results.outcomes(cell_id) is None:
                     self._measure(cell_id, cell, info, classifier, images, views, unlabeled, task)
                 cells.append(self.results.cells[cell_id])
         return cells
-
-    def _describe(
-        self, task: OrionTask, method: str, kind: str, tuned: TunedText | None, seed: int, views: Views | None
-    ) -> Cell:
-        return {
-            "task": task.name,
-            "task_digest": digest_of(task.to_dict()),
-            "model": self.encoder.name,
-            "revision": self.encoder.revision,
-            "weights": self._weights,
-            "method": method,
-            "prototypes": kind,
-            "adapter": None if tuned is None else tuned.name,
-            "adapter_revision": None if tuned is None else tuned.revision,
-            "adapter_weights": None if tuned is None else tuned.weights,
-            "protocol": self.protocol.to_dict(),
-            "options": self.methods[method],
-            "views": None if views is None else asdict(views),
-            "seed": seed,
-            "mixed_precision": str(self.accelerator.mixed_precision),
-            "orion_hf": __version__,
-        }
 
     def _views(self, info: MethodInfo, task: OrionTask, seed: int) -> Views | None:
         if "views" not in info.inputs:
@@ -435,10 +484,3 @@ class Evaluation:
 
         predictions = torch.cat(shared(features.split(IMAGES_AT_ONCE), classify, progress=info.name))
         return lambda rows: predictions[rows]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -34,7 +34,6 @@ from transformers.utils import logging
 from .card import (
     CARD_NAME,
     HEATMAP_NAME,
-    LOG_NAME,
     MERGED_REVISION,
     RESULTS_NAME,
     base_of,
@@ -52,6 +51,7 @@ from .repository import (
     is_revision,
     read_tensors,
 )
+from .training_log import LOG_NAME
 
 if TYPE_CHECKING:
     from .modeling_orion import OrionCLIPTextModel

@@ -296,9 +296,56 @@ def lambda_sweep(
         raise ValueError("weights holds no lambda above 0: there is nothing to draw")
     lambdas, accuracies, half_widths = runs.T
     x = np.log10(lambdas / 2)
+    ticks = [f"{_number(at, '.3g')}\nλ = {value:g}" for at, value in zip(x, lambdas, strict=True)]
+    return _sweep_figure(x, accuracies, half_widths, ticks, "log₁₀(λ/2)", no_orth)
+
+
+@matplotlib.rc_context(_STYLE)
+def setting_sweep(
+    setting: str, values: Sequence[float] | Sequence[str], means: Sequence[float], intervals: Sequence[float]
+) -> Figure:
+    """Accuracy against one setting of the training: numbers on an axis, a wide range of them on a logarithmic one.
+
+    Args:
+        setting: name of the axis, such as "learning_rate".
+        values: of each run, numbers or words; words are drawn side by side.
+        means: mean accuracy in percent, one a value.
+        intervals: half-width of the interval around each mean.
+
+    Example:
+        >>> setting_sweep("lora_rank", [2, 8, 32], [65.0, 66.5, 66.4], [0.2, 0.1, 0.2])
+        <Figure size 1200x600 with 1 Axes>
+    """
+    if not len(values) == len(means) == len(intervals) or not len(values):
+        raise ValueError("values, means and intervals must be equally long, and hold at least one run")
+    if not (np.isfinite([*means, *intervals]).all() and min(intervals) >= 0):
+        raise ValueError("means and intervals must be finite, intervals at least 0")
+    if any(isinstance(value, str) for value in values):
+        names = [_wrapped(str(value)) for value in values]
+        heights, half_widths = np.array(means, dtype=float), np.array(intervals, dtype=float)
+        return _sweep_figure(np.arange(len(names)), heights, half_widths, names, setting, line=False)
+    runs = np.array(sorted(zip(values, means, intervals, strict=True)), dtype=float)
+    numbers, heights, half_widths = runs.T
+    ticks = [f"{number:g}" for number in numbers]
+    logarithmic = numbers[0] > 0 and numbers[-1] >= 20 * numbers[0]
+    x = np.log10(numbers) if logarithmic else numbers
+    return _sweep_figure(x, heights, half_widths, ticks, f"{setting}, logarithmic" if logarithmic else setting)
+
+
+def _sweep_figure(
+    x: np.ndarray,
+    accuracies: np.ndarray,
+    half_widths: np.ndarray,
+    ticks: Sequence[str],
+    label: str,
+    no_orth: float | None = None,
+    line: bool = True,
+) -> Figure:
+    """Means with intervals over ``x``, which rises; ticks and means as far as there is room for them."""
     figure = _new_figure(4.0)
     axes = figure.subplots()
-    axes.fill_between(x, accuracies - half_widths, accuracies + half_widths, color=_BLUE, alpha=0.15, linewidth=0)
+    if line:
+        axes.fill_between(x, accuracies - half_widths, accuracies + half_widths, color=_BLUE, alpha=0.15, linewidth=0)
     axes.errorbar(
         x,
         accuracies,
@@ -307,28 +354,30 @@ def lambda_sweep(
         marker="o",
         markersize=5,
         linewidth=1.5,
+        linestyle="-" if line else "",
         capsize=3,
         label="ORION",
     )
     if no_orth is not None:
         axes.axhline(no_orth, color=_VERMILLION, linestyle="--", label=f"no orthogonality term (λ = 0): {no_orth:.1f}")
-    axes.margins(x=0.06, y=0.15)
-    room_for_each = len(x) == 1 or np.diff(x).min() > 0.1 * np.ptp(x)
-    if room_for_each:
-        axes.set_xticks(x, [f"{_number(at, '.3g')}\nλ = {value:g}" for at, value in zip(x, lambdas, strict=True)])
-    axes.set_xlabel("log₁₀(λ/2)")
+    axes.margins(x=0.06 if line else 0.2, y=0.15)
+    at = [0]  # points with a tick: all, or as many as there is room for
+    for place in range(1, len(x)):
+        if x[place] - x[at[-1]] > 0.1 * np.ptp(x):
+            at.append(place)
+    axes.set_xticks(x[at], [ticks[place] for place in at])
+    axes.set_xlabel(label)
     axes.set_ylabel("accuracy, %")
     figure.legend(loc="outside upper center", ncols=2)
     _finished(figure)
-    track = np.linspace(x[0], x[-1], 100)
-    curve = np.stack([track, np.interp(track, x, accuracies)], axis=1)
     bars = np.stack([np.tile(x, 9), np.concatenate([accuracies + t * half_widths for t in np.linspace(-1, 1, 9)])])
-    labelled = np.argsort(-accuracies, kind="stable")[: len(x) if room_for_each else 1]
+    marks = bars.T
+    if line:
+        track = np.linspace(x[0], x[-1], 100)
+        marks = np.concatenate([np.stack([track, np.interp(track, x, accuracies)], axis=1), marks])
+    labelled = np.argsort(-accuracies, kind="stable")[: len(x) if len(at) == len(x) else 1]
     _place_labels(
-        axes,
-        np.stack([x, accuracies], axis=1)[labelled],
-        [f"{value:.1f}" for value in accuracies[labelled]],
-        np.concatenate([curve, bars.T]),
+        axes, np.stack([x, accuracies], axis=1)[labelled], [f"{value:.1f}" for value in accuracies[labelled]], marks
     )
     return figure
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from .card import LOG_NAME, paper_tables
+from .card import paper_tables
 from .cells import BASELINE, ORION, MeasuredCell, read_header
 from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
 from .escaping import printable
@@ -25,6 +24,7 @@ from .layout import Block, Heading, Paragraph, Picture, Table, as_html, as_latex
 from .repository import PROTOTYPES_NAME, read_prototypes, read_tensors
 from .sweep import sweep_curves, sweep_points, sweep_table
 from .tables import AVERAGE, PAPER_TABLES, Group, Line, groups_of, label, ordered, shown, split_row
+from .training_log import LOG_NAME, read_log
 
 Format = Literal["md", "html", "latex", "csv"]
 _LARGEST_PICTURE = 8 * 2**20
@@ -223,7 +223,7 @@ def _sweep_blocks(cells: Sequence[MeasuredCell]) -> list[Block]:
 
 
 def _figure_blocks(cells: Sequence[MeasuredCell], groups: Sequence[Group]) -> list[Block]:
-    """Overview bars and lambda curves; without matplotlib, which is an extra, a line that says so."""
+    """Overview bars and the curves of sweeps; without matplotlib, which is an extra, a line that says so."""
     try:
         from .plots import method_bars
     except ImportError:
@@ -241,7 +241,7 @@ def _figure_blocks(cells: Sequence[MeasuredCell], groups: Sequence[Group]) -> li
     if bars:
         blocks.append(picture(method_bars(bars), "Averages over the datasets that were run, gains over the baseline."))
     for title, figure in sweep_curves(sweep_points(cells)).items():
-        blocks.append(picture(figure, f"Accuracy against lambda: {title}."))
+        blocks.append(picture(figure, f"Accuracy against {title}."))
     return [Heading("Figures"), *blocks] if blocks else []
 
 
@@ -281,7 +281,7 @@ def class_pictures(before: Tensor, after: Tensor, class_names: Sequence[str], lo
         log: a ``training_log.jsonl``, if there is one.
     """
     try:
-        from .plots import displacement_chart, gram_heatmaps, training_curves
+        from .plots import accuracy_against_displacement, displacement_chart, gram_heatmaps, training_curves
     except ImportError:
         return [Paragraph("No figures: pip install 'orion-hf[plots]'.")]
     blocks: list[Block] = []
@@ -291,9 +291,10 @@ def class_pictures(before: Tensor, after: Tensor, class_names: Sequence[str], lo
             picture(heatmaps, "Cosines between classes, before and after."),
             picture(moved, "How far classes moved, and which moved apart."),
         ]
-    rows = []
-    if log is not None and log.is_file():
-        rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [] if log is None else read_log(log)
+    if any("accuracy" in row for row in rows):
+        figure = accuracy_against_displacement(rows)
+        blocks.append(picture(figure, "Accuracy on the validation images against displacement, epoch by epoch."))
     if any("orthogonality" in row for row in rows):
         blocks.append(picture(training_curves(rows), "The terms of the loss, cosines and displacement by epoch."))
     return blocks

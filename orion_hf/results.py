@@ -1,4 +1,4 @@
-"""What `orion-hf evaluate` writes: measured cells, with what is needed to repeat them, and paired comparisons.
+"""What `orion-hf evaluate` and `fewshot` write: measured cells, what is needed to repeat them, paired comparisons.
 
 `results.json` in the output folder::
 
@@ -10,12 +10,15 @@
                 "method": "stata", "prototypes": "clip" | "averaged" | "svd" | "orion",
                 "adapter": null | "org/orion-eurosat", "adapter_revision": ..., "adapter_weights": ...,
                 "protocol": {"kind": "full"} | {"kind": "batch", "k_eff": "1-4", "batch_size": 64, "num_tasks": 1000}
-                            | {"kind": "online", "correlation": "low", "batch_size": 128, "num_tasks": 100},
+                            | {"kind": "online", "correlation": "low", "batch_size": 128, "num_tasks": 100}
+                            | {"kind": "full", "shots": 4, "passes": 20},        # of fewshot
+                                                                # with --class_prompts also its file's name
                 "options": {"alpha": 1.0, ...}, "views": null | {"count": 64, "augmix": false, "seed": 0},
                 "seed": 0, "mixed_precision": "no", "orion_hf": "0.1.0",
                 "dataset": {"source": ..., "split": "test", "fingerprint": ...}, "unlabeled": null | fingerprint,
+                "support": {"split": "train", "fingerprint": ..., "draw": ..., "area": [0.08, 1.0]},    # of fewshot
                 "top1": 0.473, "stderr": 0.006, "low": 0.462, "high": 0.484,    # shares, 95 % interval
-                "unit": "image" | "task" | "stream", "n_tasks": 1, "num_images": 8100, "unreadable": [],
+                "unit": "image" | "task" | "stream" | "support set", "n_tasks": 1, "num_images": 8100, "unreadable": [],
                 "seconds": 1.2}, ...],
      "comparisons": [{"task": ..., "model": ..., "method": ..., "protocol": {...}, "adapter": ...,
                       "prototypes": "orion", "against": "clip", "seeds": [0, 1], "unit": "image",
@@ -23,7 +26,7 @@
 
 A cell is the classifier of one method with one kind of prototypes on one seed. All keys before ``top1`` but ``id`` and
 ``run`` say what was measured; their hash is the cell's ``id``, and a rerun skips cells whose id is there. The outcome
-of every image, task or stream, which comparisons pair, is in `outcomes/ID.safetensors`.
+of every image, task, stream or support set, which comparisons pair, is in `outcomes/ID.safetensors`.
 """
 
 from __future__ import annotations

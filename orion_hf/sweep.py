@@ -12,6 +12,8 @@ from .cells import ORION, MeasuredCell, canonical
 from .layout import Table
 from .tables import Line, Measured, average_line, paper_backbone, plain, shown
 
+_LAMBDA = "orthogonality_weight"
+
 
 @dataclass(frozen=True)
 class SweepPoint:
@@ -49,39 +51,49 @@ def sweep_table(points: Sequence[SweepPoint]) -> Table:
         settings = [plain(point.settings.get(name, "")) for name in names]
         line = Line("")  # of one dataset: averages of more say of how many
         rows.append((*settings, shown(point.accuracy, line), shown(point.gain, line, signed=True), figure))
-    header = [*("lambda" if name == "orthogonality_weight" else name for name in names), "ORION", "gain", "paper"]
+    header = [*map(_axis, names), "ORION", "gain", "paper"]
     if not any(printed):
         header, rows = header[:-1], [row[:-1] for row in rows]
     return Table(tuple(header), tuple(rows), names=len(names))
 
 
 def sweep_curves(points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """A figure of accuracy against lambda for each choice of the other settings with at least two lambdas above 0."""
-    from .plots import lambda_sweep
+    """Title -> figure of accuracy against lambda (or the first setting, if lambda was not swept).
 
-    series: dict[str, list[SweepPoint]] = {}
+    There is one for each choice of the other settings.
+    """
+    from .plots import lambda_sweep, setting_sweep
+
+    series: dict[tuple[str, str], list[SweepPoint]] = {}
     for point in points:
-        others = {key: value for key, value in point.settings.items() if key != "orthogonality_weight"}
-        if "orthogonality_weight" in point.settings:
-            details = "".join(f", {key} {plain(value)}" for key, value in others.items())
-            series.setdefault(f"{point.model}{details}, {', '.join(point.tasks)}", []).append(point)
-    return {
-        title: lambda_sweep(
-            [float(point.settings["orthogonality_weight"]) for point in members],
-            [point.accuracy.mean for point in members],
-            [point.accuracy.half_width or 0.0 for point in members],
-        )
-        for title, members in series.items()
-        if sum(point.settings["orthogonality_weight"] > 0 for point in members) > 1
-    }
+        name = _LAMBDA if _LAMBDA in point.settings else next(iter(point.settings))
+        others = "".join(f", {_axis(key)} {plain(value)}" for key, value in point.settings.items() if key != name)
+        series.setdefault((name, f"{point.model}{others}, {', '.join(point.tasks)}"), []).append(point)
+    curves = {}
+    for (name, title), members in series.items():
+        values = [point.settings[name] for point in members]
+        means = [point.accuracy.mean for point in members]
+        half_widths = [point.accuracy.half_width or 0.0 for point in members]
+        is_lambda = name == _LAMBDA
+        if sum(not is_lambda or value > 0 for value in values) > 1:
+            curves[f"{_axis(name)}: {title}"] = (
+                lambda_sweep(values, means, half_widths)
+                if is_lambda
+                else setting_sweep(_axis(name), values, means, half_widths)
+            )
+    return curves
+
+
+def _axis(name: str) -> str:
+    return "lambda" if name == _LAMBDA else name
 
 
 def _printed_sweep(point: SweepPoint) -> str:
     """The paper's figure for this lambda, if nothing else was varied; its sweep is over 11 datasets with ViT-B/16."""
-    if set(point.settings) != {"orthogonality_weight"} or paper_backbone(point.model) != "CLIP ViT-B/16":
+    if set(point.settings) != {_LAMBDA} or paper_backbone(point.model) != "CLIP ViT-B/16":
         return ""
     stated = {p["lambda_stated"]: p["accuracy"] for p in paper_tables()["lambda_sweep"]["points_given_in_text"]}
-    figure = stated.get(point.settings["orthogonality_weight"])
+    figure = stated.get(point.settings[_LAMBDA])
     return "" if figure is None else f"{figure}"
 
 

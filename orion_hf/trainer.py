@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -54,10 +54,13 @@ from .prompt_tree import PromptPack, build_packs, encode_packs
 from .prototypes import mean_prototypes
 from .tasks import OrionTask
 from .training_args import OrionTrainingArguments
+from .training_log import LOG_NAME
+
+if TYPE_CHECKING:
+    from .labelled import LabelledFeatures
 
 logger = logging.get_logger(__name__)
 
-LOG_NAME = "training_log.jsonl"
 _ADVICE = (
     "Try a lower --learning_rate or --orthogonality_weight, or --mixed_precision no; the last checkpoint is as it was."
 )
@@ -149,6 +152,8 @@ class OrionTrainer:
         args: the settings.
         accelerator: made from ``args`` if None; share one between several runs of a launch.
         class_prompts: sentences about each class: V and x_i are the unit means over them, whatever the templates.
+        validation: images whose zero-shot accuracy is logged before the first and after every epoch; the training
+            does not depend on them.
 
     Attributes:
         anchors: V, ``(K, d)``, from the encoder before training.
@@ -167,6 +172,7 @@ class OrionTrainer:
         args: OrionTrainingArguments,
         accelerator: Accelerator | None = None,
         class_prompts: ClassPrompts | None = None,
+        validation: LabelledFeatures | None = None,
     ):
         self.accelerator = build_accelerator(args) if accelerator is None else accelerator
         if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -184,7 +190,13 @@ class OrionTrainer:
             if args.class_text != "template_mean":
                 raise ValueError(f"--class_text {args.class_text} does not go with --class_prompts: leave it out.")
 
-        self.task, self.args, self.class_prompts = task, args, class_prompts
+        if validation is not None and validation.features.shape[1] != model.config.projection_dim:
+            raise ValueError(
+                f"validation features are {validation.features.shape[1]} wide and the text encoder's are "
+                f"{model.config.projection_dim}: take both from the same CLIP."
+            )
+
+        self.task, self.args, self.class_prompts, self.validation = task, args, class_prompts, validation
         self.output_dir = Path(args.output_dir)
         self.model = model.to(self.accelerator.device)
         self.model.task = task
@@ -237,6 +249,8 @@ class OrionTrainer:
         stopped: Stopped = "finished"
         start, saved_step = time.perf_counter(), self.step
         with self._signals() as signalled, _explained_memory_errors(args), progress:
+            if self.validation is not None and self.step == 0:
+                self._log(self._validate(self.validation))
             while self.step < total_steps:
                 record = self.training_step()
                 if record is None:
@@ -247,6 +261,8 @@ class OrionTrainer:
                 progress.update()
 
                 epochs, into_epoch = divmod(self.step, steps_per_epoch)
+                if self.validation is not None and not into_epoch:
+                    self._log(self._validate(self.validation))
                 due = not into_epoch and args.save_epochs and epochs % args.save_epochs == 0
                 interrupted = self._any_process(bool(signalled))
                 if interrupted or due or self.step == total_steps:
@@ -305,10 +321,7 @@ class OrionTrainer:
 
     def _finish(self, stopped: Stopped, seconds: float) -> TrainingResult:
         self.model.eval()
-        if self.class_prompts is None:
-            prototypes = self.model.prototypes(self.task.templates)
-        else:
-            prototypes = class_prompt_prototypes(self.model, self.model.tokenizer, self.class_prompts).prototypes
+        prototypes = self._current_prototypes()
         if not prototypes.isfinite().all():
             raise TrainingError(f"The weights are not finite after step {self.step}. {_ADVICE}")
         result = TrainingResult(
@@ -327,6 +340,24 @@ class OrionTrainer:
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return result
+
+    def _current_prototypes(self) -> Tensor:
+        """X, ``(K, d)``, of the texts that V is of."""
+        if self.class_prompts is None:
+            return self.model.prototypes(self.task.templates)
+        return class_prompt_prototypes(self.model, self.model.tokenizer, self.class_prompts).prototypes
+
+    def _validate(self, images: LabelledFeatures) -> dict[str, float]:
+        """Percent of the images classified rightly, by the classifier that users get, and how far X is from V."""
+        self.model.eval()
+        prototypes = self._current_prototypes()
+        classifier = prototypes if self.class_prompts is not None else self.model.prototypes()
+        return {
+            "step": self.step,
+            "epoch": self.step // self.batches.steps_per_epoch,
+            "accuracy": 100 * images.top1(classifier),
+            "displacement": displacement(prototypes, self.anchors).mean().item(),
+        }
 
     # One step
 

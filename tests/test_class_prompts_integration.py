@@ -15,6 +15,7 @@ from orion_hf import OrionZeroShotImageClassificationPipeline, cli
 from orion_hf.class_prompts import class_prompt_prototypes, match_class_prompts
 from orion_hf.features import ImageEncoder, image_features
 from orion_hf.images import task_images
+from orion_hf.labelled import LabelledFeatures
 from orion_hf.modeling_orion import OrionCLIPTextModel
 from orion_hf.tasks import OrionTask
 from orion_hf.trainer import OrionTrainer
@@ -201,6 +202,26 @@ def test_evaluate_classifies_by_the_sentences(tmp_path, capsys):
     }.items():
         assert cli.main([*command, "--class_prompts", str(path), *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_few_shot_methods_start_from_the_sentences(tmp_path, capsys):
+    path = tmp_path / "land.json"
+    path.write_text(json.dumps(LAND_SENTENCES))
+    command = ["fewshot", "--model", "embedded:tiny-clip", "--task", LAND.name, "--class_prompts", str(path)]
+    command += ["--shots", "1", "--seeds", "1", "--passes", "1", "--images_per_class", "2"]
+    command += ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
+    assert cli.main([*command, "--method", "clap", "--options", "clap.epochs=0"]) == 0
+    (cell,) = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    assert cell["protocol"]["class_prompts"] == "land.json"
+    # Before its first epoch CLAP is the zero-shot classifier of the prototypes it starts from.
+    model = OrionCLIPTextModel.from_pretrained("embedded:tiny-clip", dtype=torch.float32)
+    prompts = match_class_prompts(LAND_SENTENCES, LAND.class_names)
+    images = LabelledFeatures.of_task(ImageEncoder.from_pretrained("embedded:tiny-clip"), LAND, images_per_class=2)
+    prototypes = class_prompt_prototypes(model, model.tokenizer, prompts).prototypes
+    assert cell["top1"] == pytest.approx(images.top1(prototypes), abs=1e-9)
+
+    assert cli.main([*command, "--method", "coop"]) == 2
+    assert "coop learns the words around a class name" in capsys.readouterr().err
 
 
 # --- pipeline ---------------------------------------------------------------------------------------------

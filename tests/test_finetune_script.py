@@ -17,8 +17,11 @@ from transformers import CLIPConfig, CLIPTextConfig, CLIPTextModelWithProjection
 
 from orion_hf import cli, hub
 from orion_hf.commands import finetune
+from orion_hf.features import ImageEncoder
+from orion_hf.labelled import LabelledFeatures
 from orion_hf.modeling_orion import OrionCLIPTextModel
 from orion_hf.tasks import OrionTask
+from orion_hf.training_log import read_log
 
 NAMES = [f"{colour} {thing}" for colour in ("red", "green", "old", "tall") for thing in ("car", "tree", "house")]
 
@@ -305,6 +308,26 @@ for name, width in json.loads(sys.argv[1]).items():
             text=True,
         )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_validation_images_are_those_of_the_flags(tmp_path):
+    out = tmp_path / "out"
+    flags = ["--model", "embedded:tiny-clip", "--task", "tiny-land", "--output_dir", str(out), *QUICK]
+    assert finetune.main([*flags, "--validation", "task", "--validation_images_per_class", "3"]) == 0
+    rows = [row for row in read_log(out / "training_log.jsonl") if "accuracy" in row]
+    assert [row["epoch"] for row in rows] == [0, 1, 2]
+    model = OrionCLIPTextModel.from_pretrained(out, dtype=torch.float32)
+    encoder = ImageEncoder.from_pretrained("embedded:tiny-clip")
+    images = LabelledFeatures.of_task(encoder, model.task, "train", images_per_class=3)
+    assert rows[-1]["accuracy"] == pytest.approx(100 * images.top1(model.prototypes()))
+
+    for more, message in {
+        ("--training_free", "svd"): "--training_free has none",
+        ("--validation_images_per_class", "0"): "--validation_images_per_class must be at least 1",
+        ("--validation_split", "no-such"): "no-such",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            finetune.main([*flags, "--overwrite_output_dir", "--validation", "task", *more])
 
 
 # --- errors -----------------------------------------------------------------------------------------------

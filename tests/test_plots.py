@@ -153,6 +153,17 @@ def test_lambda_sweep_layout(num_weights):
     check(plots.lambda_sweep(weights, means, np.full(num_weights, 0.3), no_orth=59.0))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[0.5], [2, 4, 8, 16], [1e-6, 5e-6, 1e-5, 1e-4], list(range(1, 60)), ["template_mean", "template_sample", "name"]],
+)
+def test_setting_sweep_layout(values):
+    means = 60 + 5 * np.sin(np.linspace(0, 3, len(values)))
+    texts = check(plots.setting_sweep("setting", values, means, np.full(len(values), 0.3)))
+    shown = [str(value) if isinstance(value, str) else f"{value:g}" for value in values]
+    assert shown[0] in texts and (len(values) > 10 or set(shown) <= set(texts))
+
+
 @pytest.mark.parametrize("epochs", [1, 20, 1000])
 def test_training_figures_layout(epochs):
     check(plots.training_curves(log_rows(epochs)))

@@ -61,6 +61,15 @@ def test_every_combination_is_there_once(finished):
     ]
 
 
+def test_other_settings_have_curves_too(clip, tmp_path):
+    settings = ["--class_text", "template_mean", "name", "--lora_rank", "2", "4", "8", "--seeds", "1"]
+    assert (
+        sweep.main([*settings, *FIXED, "--images_per_class", "2", "--model", clip, "--output_dir", str(tmp_path)]) == 0
+    )
+    # Along the first setting that was given several values, one for each value of the other.
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["lora_rank-2.png", "lora_rank.png"]
+
+
 def test_a_cell_is_what_training_by_hand_gives(clip, finished, tmp_path):
     task = OrionTask.from_name("tiny-shapes")
     model = OrionCLIPTextModel.from_pretrained(clip, dtype=torch.float32)

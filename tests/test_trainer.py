@@ -18,8 +18,10 @@ from tiny_clip_folder import save_tiny_clip
 from orion_hf import class_batches
 from orion_hf import trainer as trainer_module
 from orion_hf.checkpoint import checkpoints, load_checkpoint
+from orion_hf.labelled import LabelledFeatures
 from orion_hf.loss import orthonormality_loss
 from orion_hf.modeling_orion import OrionCLIPTextModel
+from orion_hf.plots import accuracy_against_displacement
 from orion_hf.prototypes import mean_prototypes
 from orion_hf.tasks import OrionTask
 from orion_hf.trainer import OrionTrainer, OrionTrainingArguments, TrainingError, build_accelerator
@@ -47,10 +49,10 @@ def base(tmp_path_factory):
 def make(base, tmp_path):
     """A trainer on a copy of the base; settings that move a tiny random model visibly in a few steps."""
 
-    def build(names=NAMES, accelerator=None, folder="run", **settings):
+    def build(names=NAMES, accelerator=None, folder="run", validation=None, **settings):
         settings = {"learning_rate": 1e-3, "num_train_epochs": 4, "disable_tqdm": True, **settings}
         args = OrionTrainingArguments(str(tmp_path / folder), **settings)
-        return OrionTrainer(copy.deepcopy(base), OrionTask.from_names(names), args, accelerator)
+        return OrionTrainer(copy.deepcopy(base), OrionTask.from_names(names), args, accelerator, validation=validation)
 
     return build
 
@@ -186,6 +188,35 @@ def test_only_lora_moves_and_the_log_tells_the_story(make, base):
     training = trainer.model.orion_config.training
     assert training["geometry_after"]["mean_displacement"] == result.after.mean_displacement
     json.dumps(training)
+
+
+def test_validation_is_logged_every_epoch_and_changes_nothing(make, base):
+    torch.manual_seed(0)
+    features = torch.nn.functional.normalize(torch.randn(200, base.config.projection_dim), dim=-1)
+    images = LabelledFeatures(features, torch.randint(len(NAMES), (200,)))
+    settings = {"num_train_epochs": 3, "per_device_train_batch_size": 5, "learning_rate": 1e-2}
+    plain, watched = make(**settings), make(folder="watched", validation=images, **settings)
+    plain.train()
+    watched.train()
+    for name, parameter in lora(plain).items():
+        assert torch.equal(parameter, lora(watched)[name]), name
+
+    log = log_of(watched)
+    validated = [record for record in log if "accuracy" in record]
+    assert [(record["step"], record["epoch"]) for record in validated] == [(0, 0), (2, 1), (4, 2), (6, 3)]
+    assert len(log) == 6 + 4
+    start, end = validated[0], validated[-1]
+    assert start["displacement"] == pytest.approx(0, abs=1e-5)
+    model, task = watched.model, watched.task
+    moved = (model.prototypes(task.templates) - watched.anchors).norm(dim=1).mean().item()
+    assert end["displacement"] == pytest.approx(moved, abs=1e-5)
+    scores = features @ model.prototypes().T  # of the evaluation template
+    assert end["accuracy"] == pytest.approx(100 * (scores.argmax(1) == images.labels).double().mean().item())
+    assert start["accuracy"] != end["accuracy"]
+    assert accuracy_against_displacement(log) is not None
+
+    with pytest.raises(ValueError, match="validation features are 7 wide and the text encoder's are"):
+        make(folder="narrow", validation=LabelledFeatures(torch.eye(7), torch.arange(7)))
 
 
 def test_schedules():

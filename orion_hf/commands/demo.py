@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from transformers import pipeline
 
 from ..card import RESULTS_NAME
 from ..cells import read_results
-from ..features import ImageEncoder, image_features
+from ..features import ImageEncoder
 from ..files import write_json
 from ..images import task_images
+from ..labelled import LabelledFeatures
 from ..layout import write_text
 from ..modeling_orion import OrionCLIPTextModel
 from ..prototypes import svd_prototypes
@@ -25,6 +25,7 @@ from ..report import report
 from ..tasks import OrionTask
 from ..trainer import OrionTrainer, TrainingResult
 from ..training_args import OrionTrainingArguments
+from ..training_log import LOG_NAME, read_log
 
 # Those of training/configs/recommended.yaml: prototypes are moved by a set distance, whatever model and task.
 SETTINGS = {"learning_rate": 1e-4, "target_displacement": 0.02, "num_train_epochs": 200}
@@ -44,9 +45,10 @@ def main(argv: list[str] | None = None) -> int:
 
     task = OrionTask.from_name(args.task)
     model = OrionCLIPTextModel.from_pretrained(args.model, dtype=torch.float32)
-    images = task_images(task, "test", seed=args.seed, images_per_class=args.images_per_class)
-    found = image_features(ImageEncoder.from_pretrained(args.model), images)
-    features, labels = found.features, torch.tensor(images["label"][:])[found.rows]
+    encoder = ImageEncoder.from_pretrained(args.model)
+    chosen = {"seed": args.seed, "images_per_class": args.images_per_class}
+    test = LabelledFeatures.of_task(encoder, task, "test", **chosen)
+    validation = LabelledFeatures.of_task(encoder, task, "train", **chosen)
 
     model.task = task
     prototypes = {
@@ -55,36 +57,32 @@ def main(argv: list[str] | None = None) -> int:
         "SVD": normalize(svd_prototypes(model.prototypes(task.templates)).prototypes, dim=-1),
     }
     settings = OrionTrainingArguments(str(output_dir), overwrite_output_dir=True, seed=args.seed, save_epochs=0)
-    training = OrionTrainer(model, task, replace(settings, **SETTINGS)).train()  # type: ignore[arg-type]
+    settings = replace(settings, **SETTINGS)  # type: ignore[arg-type]
+    training = OrionTrainer(model, task, settings, validation=validation).train()
     model.save_pretrained(output_dir)
     prototypes["ORION"] = model.prototypes()
 
-    top1 = {name: accuracy(features, rows, labels) for name, rows in prototypes.items()}
+    top1 = {name: test.top1(rows) for name, rows in prototypes.items()}
     results = {
         "task": task.name,
         "model": args.model,
         "seed": args.seed,
-        "images": len(labels),
+        "images": len(test),
         "top1": {name: round(100 * hit, 2) for name, hit in top1.items()},
-        "protocol": f"zero-shot, {len(labels)} test images, evaluation template",
+        "protocol": f"zero-shot, {len(test)} test images, evaluation template",
         "command": f"orion-hf demo --model {args.model} --task {task.name} --seed {args.seed}",
         "dataset": {"name": task.name, "split": "test"},
     }
     write_json(output_dir / RESULTS_NAME, results)
-    plots = write_plots(output_dir, task, features, labels, prototypes, model)
+    plots = write_plots(output_dir, task, test, prototypes["averaged prompts"], model)
 
-    print(table(task, args.model, len(labels), top1, training))
-    print(stock_pipeline_says(output_dir, task, images[0]))
+    print(table(task, args.model, len(test), top1, training))
+    print(stock_pipeline_says(output_dir, task, task_images(task, "test", **chosen)[0]))
     print(f"\nadapter   {output_dir}")
     print("\n".join(f"plot      {plot}" for plot in plots))
     files = [output_dir / RESULTS_NAME]
     print(f"report    {write_text(output_dir / 'report.html', report(read_results(files), 'html', files=files))}")
     return 0
-
-
-def accuracy(features: Tensor, prototypes: Tensor, labels: Tensor) -> float:
-    """Top-1: the share of images whose nearest prototype is that of their class."""
-    return ((features @ prototypes.T).argmax(-1) == labels).float().mean().item()
 
 
 def table(task: OrionTask, model: str, images: int, top1: dict[str, float], training: TrainingResult) -> str:
@@ -118,24 +116,23 @@ def stock_pipeline_says(folder: Path, task: OrionTask, example: dict) -> str:
 def write_plots(
     folder: Path,
     task: OrionTask,
-    features: Tensor,
-    labels: Tensor,
-    prototypes: dict[str, Tensor],
+    images: LabelledFeatures,
+    before: Tensor,
     model: OrionCLIPTextModel,
 ) -> list[Path]:
     """Figures of what changed; none without matplotlib, which is an extra."""
     try:
-        from ..plots import displacement_chart, gram_heatmaps, prototype_map, save_figure, training_curves
+        from .. import plots
     except ImportError:
         print("no plots: pip install 'orion-hf[plots]'", file=sys.stderr)
         return []
-    before, after = prototypes["averaged prompts"], model.prototypes(task.templates)
-    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()]
+    after, log = model.prototypes(task.templates), read_log(folder / LOG_NAME)
     figures = {
-        "gram": gram_heatmaps(before, after, task.class_names),
-        "prototypes": prototype_map(features, labels, before, after, task.class_names),
-        "displacement": displacement_chart(before, after, task.class_names),
-        "training": training_curves(log),
+        "accuracy": plots.accuracy_against_displacement(log),
+        "displacement": plots.displacement_chart(before, after, task.class_names),
+        "gram": plots.gram_heatmaps(before, after, task.class_names),
+        "prototypes": plots.prototype_map(images.features, images.labels, before, after, task.class_names),
+        "training": plots.training_curves(log),
     }
     (folder / "plots").mkdir(exist_ok=True)
-    return [save_figure(figure, folder / "plots" / f"{name}.png") for name, figure in figures.items()]
+    return [plots.save_figure(figure, folder / "plots" / f"{name}.png") for name, figure in figures.items()]

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Literal
 
 import torch
@@ -30,41 +28,25 @@ from ..card import RESULTS_NAME as CARD_RESULTS_NAME
 from ..evaluation import Evaluation, Protocol, TunedText, read_methods
 from ..features import ImageEncoder
 from ..files import write_json
-from ..images import task_images, tiny_task_names
+from ..images import task_images
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
-from ..repository import read_orion_config
 from ..results import Cell, Results, card_results, results_table
 from ..tasks import OrionTask
 from .finetune import read_class_prompts
-
-_PACKAGES = ("orion-hf", "torch", "transformers", "peft", "accelerate", "datasets", "numpy", "pillow")
+from .measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 
 
 @dataclass
-class EvaluateArguments:
-    """What to evaluate on what."""
+class EvaluateArguments(MeasuringArguments):
+    """Which methods, and on which of the images at a time."""
 
-    model: str = field(metadata={"help": "CLIP or MetaCLIP: a Hub id, a folder, or embedded:tiny-clip."})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
-    task: list[str] | None = field(
-        default=None,
-        metadata={"help": "Built-in tasks; all: every benchmark of the paper. Default: those of the adapters."},
-    )
-    orion: list[str] | None = field(
-        default=None,
-        metadata={"help": "Adapters (folders or Hub ids), each used for the task in its orion_config.json."},
-    )
     methods: list[str] = field(
         default_factory=lambda: ["zero_shot"], metadata={"help": "zero_shot mta tpt stata transclip zlap"}
     )
     options: list[str] = field(
         default_factory=list,
         metadata={"help": "Options of methods: stata.alpha=2 zlap.setup=inductive zlap.unlabeled_features=train"},
-    )
-    class_prompts: str | None = field(
-        default=None,
-        metadata={"help": "JSON file {class name: [sentences]}: prototypes are of these, not of the templates."},
     )
     protocol: Literal["full", "batch", "online"] = field(
         default="full",
@@ -86,19 +68,11 @@ class EvaluateArguments:
         default_factory=lambda: [0],
         metadata={"help": "Seed views and protocols; of the tiny tasks also the images."},
     )
-    images: str | None = field(
-        default=None, metadata={"help": "Hub dataset id or image folder (a sub-folder a class) to use instead."}
-    )
-    split: str = field(default="test", metadata={"help": "Split of the images."})
-    images_per_class: int | None = field(default=None, metadata={"help": "At most so many images of a class."})
     num_views: int = field(default=64, metadata={"help": "Views of an image, itself included (mta, tpt)."})
     output_dir: str = field(default="out/evaluate", metadata={"help": "Folder of results.json."})
     save_to_adapter: bool = field(
         default=False, metadata={"help": "Write the zero-shot result beside each adapter, for its model card."}
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder of image features."})
-    image_batch_size: int = field(default=64, metadata={"help": "Pictures in a forward pass of the vision tower."})
-    num_workers: int = field(default=0, metadata={"help": "Processes that decode images."})
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
         default=None, metadata={"help": "Of the vision tower. Default: as accelerate is configured."}
     )
@@ -134,28 +108,20 @@ def main(argv: list[str] | None = None) -> int:
         {"batch_size": args.image_batch_size, "num_workers": args.num_workers, "cache_dir": args.cache_dir},
     )
 
-    cells: list[Cell] = []
-    failures = []
-    for task in tasks:
-        try:
-            measured = evaluate_task(evaluation, task, adapters.get(task.name), args)
-            if args.save_to_adapter and task.name in adapters and accelerator.is_main_process:
-                save_to_adapter(adapters[task.name], card_results(measured, results.outcomes, command))
-        except (ValueError, OSError, RuntimeError) as error:
-            if len(tasks) == 1:
-                raise
-            failures.append(f"{task.name} failed: {error}")
-            continue
-        cells += measured
+    def measure(task: OrionTask) -> list[Cell]:
+        measured = evaluate_task(evaluation, task, adapters.get(task.name), args)
+        if args.save_to_adapter and task.name in adapters and accelerator.is_main_process:
+            save_to_adapter(adapters[task.name], card_results(measured, results.outcomes, command))
+        return measured
+
+    cells, failed = measure_each(tasks, measure, accelerator)
     if cells:
         accelerator.print(f"{args.model}, protocol {protocol.to_dict()}, seeds {args.seeds}\n")
         accelerator.print(results_table(cells, results.outcomes))
         accelerator.print("\npercent correct (difference to CLIP's prototypes on the same images ± 95 %)")
         accelerator.print(f"results   {results.path}")
-    for failure in failures:
-        accelerator.print(failure, file=sys.stderr)
     accelerator.end_training()
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 def evaluate_task(evaluation: Evaluation, task: OrionTask, adapter: str | None, args: EvaluateArguments) -> list[Cell]:
@@ -163,7 +129,7 @@ def evaluate_task(evaluation: Evaluation, task: OrionTask, adapter: str | None, 
     base = evaluation.base
     task.check_context(base.tokenizer, base.config.max_position_embeddings)
     tuned = None if adapter is None else TunedText.load(adapter, base, task)
-    source = args.images or next((copy.id for copy in task.hub_datasets), None)
+    source = args.source(task)
     prompts = read_class_prompts(args.class_prompts, task, base, evaluation.accelerator)
     class_prompts = None if prompts is None else (Path(str(args.class_prompts)).name, prompts)
     cells = []
@@ -190,45 +156,8 @@ def parse_arguments(argv: Sequence[str]) -> EvaluateArguments:
         raise ValueError(f"--seeds must be different numbers from 0 up, not {args.seeds}")
     if args.save_to_adapter and args.class_prompts is not None:
         raise ValueError("--save_to_adapter is about the classifier of the task's template: leave out --class_prompts")
-    for name in ("images_per_class", "image_batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    args.check_positive("images_per_class", "image_batch_size")
     return args
-
-
-def read_adapters(names: Sequence[str]) -> dict[str, str]:
-    """Task name -> adapter."""
-    adapters: dict[str, str] = {}
-    for name in names:
-        config = read_orion_config(name)
-        if config is None or config.task is None:
-            raise ValueError(f"--orion {name}: it has no orion_config.json that names its task")
-        if config.task.name in adapters:
-            raise ValueError(
-                f"--orion {adapters[config.task.name]} and {name} are both of task {config.task.name}: "
-                "evaluate one after the other, with the same --output_dir"
-            )
-        adapters[config.task.name] = name
-    return adapters
-
-
-def read_tasks(args: EvaluateArguments, adapters: Mapping[str, str]) -> list[OrionTask]:
-    """The tasks asked for, or those of the adapters; every adapter must have its task among them."""
-    if args.task is None:
-        if not adapters:
-            raise ValueError("Give --task, for example eurosat, or --orion with adapters that bring their tasks.")
-        configs = [read_orion_config(adapter) for adapter in adapters.values()]
-        return [config.task for config in configs if config is not None and config.task is not None]
-    names = list(args.task)
-    if names == ["all"]:
-        # The embedded model knows its own small world and nothing else, and other models do not know that.
-        tiny = args.model.startswith("embedded:")
-        names = [name for name in OrionTask.available() if (name in tiny_task_names()) == tiny]
-    tasks = [OrionTask.from_name(name) for name in dict.fromkeys(names)]
-    for name, adapter in adapters.items():
-        if name not in [task.name for task in tasks]:
-            raise ValueError(f"--orion {adapter} is of task {name}, which is not among --task {' '.join(names)}")
-    return tasks
 
 
 def save_to_adapter(adapter: str, results: dict) -> None:
@@ -236,8 +165,3 @@ def save_to_adapter(adapter: str, results: dict) -> None:
     if not Path(adapter).is_dir():
         raise ValueError(f"--save_to_adapter: {adapter} is not a local folder; download it and give the folder")
     write_json(Path(adapter) / CARD_RESULTS_NAME, results)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {"python": python_version()} | {package: version(package) for package in _PACKAGES}

@@ -14,7 +14,6 @@ a cell has one value, its accuracy, and intervals are over seeds). The same comm
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -33,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import __version__
-from ..evaluation import LabelledImages, TunedText
+from ..class_prompts import ClassPrompts, class_prompt_prototypes
+from ..evaluation import LabelledImages, TunedText, assign_options, describe_cell
 from ..features import ImageEncoder, ImageFeatures, digest_of, image_features, weights_digest
 from ..files import write_whole
 from ..images import task_images
@@ -47,7 +46,8 @@ from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
 from ..results import Cell, Results, comparisons, pooled_summary
 from ..tasks import OrionTask
-from .evaluate import read_adapters, read_tasks, versions
+from .finetune import read_class_prompts
+from .measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 
 METHODS: dict[str, type[Estimator]] = {
     "clap": CLAP,
@@ -64,19 +64,9 @@ _NO_OPTIONS = {"text_model", "tokenizer", "class_names", "random_state", "affini
 
 
 @dataclass
-class FewshotArguments:
+class FewshotArguments(MeasuringArguments):
     """What to learn from how many images."""
 
-    model: str = field(metadata={"help": "CLIP or MetaCLIP: a Hub id, a folder, or embedded:tiny-clip."})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model."})
-    task: list[str] | None = field(
-        default=None,
-        metadata={"help": "Built-in tasks; all: every benchmark of the paper. Default: those of the adapters."},
-    )
-    orion: list[str] | None = field(
-        default=None,
-        metadata={"help": "Adapters (folders or Hub ids), each used for the task in its orion_config.json."},
-    )
     method: list[str] = field(
         default_factory=lambda: ["clap", "coop", "tip_adapter"], metadata={"help": " ".join(METHODS)}
     )
@@ -89,16 +79,8 @@ class FewshotArguments:
     passes: int | None = field(
         default=None, metadata={"help": "Augmented copies of each image. Default: 10 (tip_adapter), 20 (others)."}
     )
-    images: str | None = field(
-        default=None, metadata={"help": "Hub dataset id or image folder (a sub-folder a class) to use instead."}
-    )
     train_split: str = field(default="train", metadata={"help": "Split the labelled images are drawn from."})
-    split: str = field(default="test", metadata={"help": "Split of the test images."})
-    images_per_class: int | None = field(default=None, metadata={"help": "At most so many test images of a class."})
     output_dir: str = field(default="out/fewshot", metadata={"help": "Folder of results.json and splits/."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder of image features."})
-    image_batch_size: int = field(default=64, metadata={"help": "Pictures in a forward pass of the vision tower."})
-    num_workers: int = field(default=0, metadata={"help": "Processes that decode test images."})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
     adapters = read_adapters(args.orion or ())
-    tasks = read_tasks(args, adapters)  # type: ignore[arg-type]
+    tasks = read_tasks(args, adapters)
     accelerator = Accelerator()
     encoder = ImageEncoder.from_pretrained(args.model, args.revision)
     base = OrionCLIPTextModel.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
@@ -120,24 +102,14 @@ def main(argv: list[str] | None = None) -> int:
         {"command": command, "versions": versions(), "settings": asdict(args)},
         accelerator,
     )
-    cells: list[Cell] = []
-    failures = []
-    for task in tasks:
-        try:
-            cells += few_shot.run_task(task, adapters.get(task.name))
-        except (ValueError, OSError, RuntimeError) as error:
-            if len(tasks) == 1:
-                raise
-            failures.append(f"{task.name} failed: {error}")
+    cells, failed = measure_each(tasks, lambda task: few_shot.run_task(task, adapters.get(task.name)), accelerator)
     if cells:
         accelerator.print(f"{args.model}, seeds 1 to {args.seeds}\n")
         accelerator.print(few_shot_table(cells, few_shot.results))
         accelerator.print("\npercent correct, mean over seeds ± 95 %; the difference is paired over seeds")
         accelerator.print(f"results   {few_shot.results.path}")
-    for failure in failures:
-        accelerator.print(failure, file=sys.stderr)
     accelerator.end_training()
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +119,7 @@ class Start:
     Attributes:
         text_model: the encoder under CoOp's context.
         prototypes: ``(K, d)``, text embeddings of the evaluation prompts, not normalised, as CLAP takes them; methods
-            that need unit rows normalise them.
+            that need unit rows normalise them. With sentences about the classes, the unit means over these.
         tuned: where ORION's came from; None for CLIP.
     """
 
@@ -157,7 +129,15 @@ class Start:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, text_model: OrionCLIPTextModel, task: OrionTask, tuned: TunedText | None = None) -> Start:
+    def of(
+        cls,
+        text_model: OrionCLIPTextModel,
+        task: OrionTask,
+        prompts: ClassPrompts | None = None,
+        tuned: TunedText | None = None,
+    ) -> Start:
+        if prompts is not None:
+            return cls(text_model, class_prompt_prototypes(text_model, text_model.tokenizer, prompts).prototypes, tuned)
         return cls(text_model, text_model.encode(task.prompts(), normalize=False), tuned)
 
 
@@ -189,17 +169,25 @@ class FewShot:
         """Measure what is not in the results yet; all cells of the task come back, draw by draw."""
         args = self.args
         task.check_context(self.base.tokenizer, self.base.config.max_position_embeddings)
-        starts = {"clip": Start.of(self.base, task)}
+        prompts = read_class_prompts(args.class_prompts, task, self.base, self.accelerator)
+        if prompts is not None and "coop" in self.methods:
+            raise ValueError("coop learns the words around a class name: it does not go with --class_prompts")
+        class_prompts = None if prompts is None else (Path(str(args.class_prompts)).name, prompts)
+        starts = {"clip": Start.of(self.base, task, prompts)}
         if adapter is not None:
             tuned = TunedText.load(adapter, self.base, task)
-            starts["orion"] = Start.of(tuned.model, task, tuned)
+            starts["orion"] = Start.of(tuned.model, task, prompts, tuned)
         images_of = partial(task_images, task, source=args.images)
         train = LabelledImages(images_of(args.train_split), args.train_split, self._plain_features, task.num_classes)
         test_images = images_of(args.split, images_per_class=args.images_per_class)
         test = LabelledImages(test_images, args.split, self._plain_features, task.num_classes)
         draws = [(seed, shots) for seed in range(1, args.seeds + 1) for shots in args.shots]
         bar = tqdm(draws, desc=task.name, unit="draw", disable=not self.accelerator.is_main_process)
-        return [cell for seed, shots in bar for cell in self._run_draw(task, starts, train, test, shots, seed)]
+        return [
+            cell
+            for seed, shots in bar
+            for cell in self._run_draw(task, starts, train, test, shots, seed, class_prompts)
+        ]
 
     def _run_draw(
         self,
@@ -209,38 +197,31 @@ class FewShot:
         test: LabelledImages,
         shots: int,
         seed: int,
+        class_prompts: tuple[str, ClassPrompts] | None,
     ) -> list[Cell]:
         """All methods and prototypes on one support set."""
         split = self._split(task, support_labels(train), shots, seed)
         support = SupportSet(self, train, split)
-        source = self.args.images or next((copy.id for copy in task.hub_datasets), None)
         found = []
         for method, options in self.methods.items():
             for kind, start in starts.items():
-                tuned = start.tuned
-                cell = {
-                    "task": task.name,
-                    "task_digest": digest_of(task.to_dict()),
-                    "model": self.encoder.name,
-                    "revision": self.encoder.revision,
-                    "weights": self._weights,
-                    "method": method,
-                    "prototypes": kind,
-                    "adapter": None if tuned is None else tuned.name,
-                    "adapter_revision": None if tuned is None else tuned.revision,
-                    "adapter_weights": None if tuned is None else tuned.weights,
-                    "protocol": {"kind": "full", "shots": shots, "passes": support.passes(method)},
-                    "options": options,
-                    "views": None,
-                    "seed": seed,
-                    "mixed_precision": "no",
-                    "orion_hf": __version__,
+                cell = describe_cell(
+                    task,
+                    self.encoder,
+                    self._weights,
+                    method,
+                    options,
+                    kind,
+                    start.tuned,
+                    {"kind": "full", "shots": shots, "passes": support.passes(method)},
+                    seed,
+                    class_prompts,
+                ) | {
                     "dataset": {
-                        "source": source,
+                        "source": self.args.source(task),
                         "split": self.args.split,
                         "fingerprint": test.dataset._fingerprint,
                     },
-                    "unlabeled": None,
                     "support": {
                         "split": self.args.train_split,
                         "fingerprint": train.dataset._fingerprint,
@@ -408,9 +389,7 @@ def parse_arguments(argv: Sequence[str]) -> FewshotArguments:
     """
     description = __doc__.split("\n")[0]
     (args,) = parse_dataclasses([FewshotArguments], argv, prog="orion-hf fewshot", description=description)
-    for name in ("seeds", "passes", "images_per_class", "image_batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    args.check_positive("seeds", "passes", "images_per_class", "image_batch_size")
     if min(args.shots) < 1 or len(set(args.shots)) < len(args.shots):
         raise ValueError(f"--shots must be different numbers from 1 up, not {args.shots}")
     return args
@@ -435,16 +414,7 @@ def read_methods(names: Sequence[str], assignments: Sequence[str], logit_scale: 
         | {"logit_scale": round(logit_scale, 4)}
         for name in dict.fromkeys(names)
     }
-    for assignment in assignments:
-        where, equals, value = assignment.partition("=")
-        method, _, option = where.partition(".")
-        if not equals or method not in chosen or option not in chosen[method]:
-            known = ", ".join(f"{name}.{key}" for name, options in chosen.items() for key in options)
-            raise ValueError(f"--options {assignment}: write METHOD.OPTION=VALUE, with {known}")
-        try:
-            chosen[method][option] = json.loads(value)
-        except ValueError:
-            chosen[method][option] = value  # a word
+    assign_options(chosen, assignments)
     return chosen
 
 

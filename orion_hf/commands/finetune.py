@@ -21,7 +21,9 @@ from torch.nn import functional as F
 from ..checkpoint import clear_run
 from ..class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, tokenize_sentences
 from ..configuration_orion import ORION_CONFIG_NAME
+from ..features import ImageEncoder
 from ..geometry import prototype_geometry
+from ..labelled import LabelledFeatures
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
 from ..prototypes import svd_prototypes
@@ -60,6 +62,15 @@ class FinetuneArguments:
         default=None,
         metadata={"help": "Do not train: save the averaged prompts, or the orthonormal matrix nearest to them."},
     )
+    validation: str | None = field(
+        default=None,
+        metadata={
+            "help": "Labelled images whose accuracy is logged every epoch and changes nothing else: a Hub dataset, "
+            "an image folder (a sub-folder a class), or task for those of the task itself."
+        },
+    )
+    validation_split: str = field(default="train", metadata={"help": "Split of the validation images."})
+    validation_images_per_class: int = field(default=16, metadata={"help": "At most so many of each class."})
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         model = base if task is tasks[-1] else copy.deepcopy(base)
         try:
             prompts = read_class_prompts(script.class_prompts, task, base, accelerator)
-            outcome = run_task(model, task, run_args, accelerator, script.training_free, prompts)
+            validation = read_validation(script, task)
+            outcome = run_task(model, task, run_args, accelerator, script.training_free, prompts, validation)
         except (ValueError, OSError, RuntimeError) as error:
             if len(tasks) == 1:
                 raise
@@ -120,11 +132,12 @@ def run_task(
     accelerator: Accelerator,
     training_free: Literal["mean", "svd"] | None = None,
     class_prompts: ClassPrompts | None = None,
+    validation: LabelledFeatures | None = None,
 ) -> Outcome:
     """Train (or average, or solve) one task, save it in ``args.output_dir`` and push it if asked."""
     if training_free is not None:
         return save_training_free(model, task, args, accelerator, training_free, class_prompts)
-    trainer = OrionTrainer(model, task, args, accelerator, class_prompts)
+    trainer = OrionTrainer(model, task, args, accelerator, class_prompts, validation)
     result = trainer.train()
     if result.stopped != "interrupted":
         prototypes = trainer.prototypes if class_prompts is not None else None
@@ -249,6 +262,23 @@ def read_class_prompts(
         + (f"; not used: {unused}" if unused else "")
     )
     return prompts
+
+
+def read_validation(script: FinetuneArguments, task: OrionTask) -> LabelledFeatures | None:
+    """The images of ``--validation``, through the vision tower of the same model."""
+    if script.validation is None:
+        return None
+    if script.training_free is not None:
+        raise ValueError("--validation is looked at during training, and --training_free has none.")
+    if script.validation_images_per_class < 1:
+        raise ValueError(f"--validation_images_per_class must be at least 1, not {script.validation_images_per_class}")
+    return LabelledFeatures.of_task(
+        ImageEncoder.from_pretrained(script.model, script.revision),
+        task,
+        script.validation_split,
+        source=None if script.validation == "task" else script.validation,
+        images_per_class=script.validation_images_per_class,
+    )
 
 
 def load_base(script: FinetuneArguments) -> OrionCLIPTextModel:

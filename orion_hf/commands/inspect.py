@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..card import LOG_NAME
 from ..configuration_orion import OrionConfig
-from ..features import ImageEncoder, image_features
+from ..features import ImageEncoder
 from ..geometry import cosine_dispersion, displacement, feature_scatter, prototype_geometry
-from ..images import task_images
+from ..labelled import LabelledFeatures
 from ..layout import Block, Heading, Paragraph, Table, as_html, as_text, picture, write_text
 from ..modeling_orion import OrionCLIPTextModel
 from ..report import class_pictures
@@ -38,6 +37,7 @@ from ..repository import (
     read_tensors,
 )
 from ..tasks import OrionTask
+from ..training_log import LOG_NAME
 
 _MOST = 10
 _BLOCK = 1024  # rows of a K x K matrix held at once
@@ -98,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         log = subject.repository.file(LOG_NAME)
         figures += class_pictures(subject.before, subject.after, subject.task.class_names, Path(log) if log else None)
     if args.images is not None:
-        features, labels = load_images(subject, args.images or None, args.split, args.images_per_class)
-        blocks += image_blocks(subject, features, labels)
+        images = load_images(subject, args.images or None, args.split, args.images_per_class)
+        blocks += image_blocks(subject, images)
         if args.html is not None and subject.task.num_classes > 1:
-            figures += _map(subject, features, labels)
+            figures += _map(subject, images)
     print(as_text(blocks))
     if args.html is not None:
         page = as_html(f"ORION: {args.model}", [*blocks, Heading("Figures"), *figures])
@@ -167,16 +167,12 @@ def _without_adapter(model: OrionCLIPTextModel, templates: Any = None) -> Tensor
         model.enable_adapters()
 
 
-def load_images(
-    subject: Subject, source: str | None, split: str, images_per_class: int | None
-) -> tuple[Tensor, Tensor]:
-    """Unit features ``(N, d)`` and labels ``(N,)`` of images of the model's classes."""
+def load_images(subject: Subject, source: str | None, split: str, images_per_class: int | None) -> LabelledFeatures:
+    """Images of the model's classes, through the vision tower of its base."""
     if subject.base is None:
         raise ValueError(f"{subject.repository.name} does not say which base model it needs: images cannot be encoded.")
-    dataset = task_images(subject.task, split, source=source, images_per_class=images_per_class)
     encoder = ImageEncoder.from_pretrained(subject.base.name, subject.base.commit)
-    found = image_features(encoder, dataset, split=split)
-    return found.features.float().cpu(), torch.tensor(dataset["label"][:])[found.rows]
+    return LabelledFeatures.of_task(encoder, subject.task, split, source=source, images_per_class=images_per_class)
 
 
 # What is said
@@ -248,10 +244,11 @@ def class_blocks(subject: Subject) -> list[Block]:
     return [Heading("Classes"), Table(("label", "class", "moved by"), tuple(rows), names=2)]
 
 
-def image_blocks(subject: Subject, features: Tensor, labels: Tensor) -> list[Block]:
+def image_blocks(subject: Subject, images: LabelledFeatures) -> list[Block]:
     """Accuracy, which confusions were mended and which introduced, and the scatter of the predicted groups."""
     readings = prototypes_by_reading(subject)
-    predicted = {name: (features @ prototypes.float().T).argmax(dim=1) for name, prototypes in readings.items()}
+    features, labels = images.features, images.labels
+    predicted = {name: images.predictions(prototypes) for name, prototypes in readings.items()}
     first, *_, last = readings
     before, after = predicted[first], predicted[last]
     accuracy = tuple(
@@ -350,10 +347,10 @@ def confusion_changes(
     return ranked(-1), ranked(1)
 
 
-def _map(subject: Subject, features: Tensor, labels: Tensor) -> list[Block]:
+def _map(subject: Subject, images: LabelledFeatures) -> list[Block]:
     try:
         from ..plots import prototype_map
     except ImportError:
         return []
-    figure = prototype_map(features, labels, subject.before, subject.after, subject.task.class_names)
+    figure = prototype_map(images.features, images.labels, subject.before, subject.after, subject.task.class_names)
     return [picture(figure, "Image features with the prototypes before (x) and after (o).")]

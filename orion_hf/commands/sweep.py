@@ -18,6 +18,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +26,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from .. import __version__
 from ..cells import read_results
 from ..checkpoint import checkpoints
-from ..features import ImageEncoder, digest_of, image_features
-from ..images import task_images
+from ..features import ImageEncoder, digest_of
+from ..labelled import LabelledFeatures
 from ..layout import as_text, write_text
 from ..modeling_orion import OrionCLIPTextModel
 from ..results import RESULTS_NAME
@@ -64,19 +64,6 @@ class Run:
     cell: Path
 
 
-@dataclass(frozen=True)
-class Images:
-    """Unit features ``(N, d)`` and labels ``(N,)`` of a task's images."""
-
-    features: Tensor
-    labels: Tensor
-
-    def top1(self, prototypes: Tensor) -> float:
-        """Share of the images whose nearest prototype is that of their class."""
-        scores = self.features @ prototypes.float().cpu().T
-        return (scores.argmax(dim=1) == self.labels).double().mean().item()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train and measure what is not there yet. 0: all done, 1: some runs failed, 130: interrupted."""
     argv = sys.argv[1:] if argv is None else argv
@@ -90,12 +77,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(runs)} runs, {len(runs) - len(missing)} of them done; {output_dir}", file=sys.stderr)
     if missing:
         base, accelerator = load_base(script), build_accelerator(args)
-        images: dict[str, Images] = {}
+        encoder = ImageEncoder.from_pretrained(script.model, script.revision)
+        images: dict[str, LabelledFeatures] = {}
         for run in runs[share::shares]:
             if run.cell.is_file():
                 continue
             if run.task.name not in images:
-                images[run.task.name] = load_images(script, run.task, options)
+                images[run.task.name] = LabelledFeatures.of_task(  # the same images for every seed
+                    encoder,
+                    run.task,
+                    options.split,
+                    source=options.images,
+                    images_per_class=options.images_per_class,
+                )
             if not measure(run, base, images[run.task.name], script, accelerator):
                 print("Interrupted; the same command continues.", file=sys.stderr)
                 return _INTERRUPTED
@@ -110,6 +104,8 @@ def plan(options: argparse.Namespace, script: FinetuneArguments, args: OrionTrai
         raise ValueError("--training_free trains nothing, so there is nothing to sweep.")
     if script.class_prompts is not None:
         raise ValueError("--class_prompts does not go with a sweep: leave it out, or use orion-hf finetune.")
+    if script.validation is not None:
+        raise ValueError("--validation does not go with a sweep: every run is measured on --images at its end.")
     if args.push_to_hub:
         raise ValueError("--push_to_hub does not go with a sweep: push the setting you chose with orion-hf finetune.")
     if options.seeds < 1:
@@ -143,16 +139,8 @@ def plan(options: argparse.Namespace, script: FinetuneArguments, args: OrionTrai
     return runs
 
 
-def load_images(script: FinetuneArguments, task: OrionTask, options: argparse.Namespace) -> Images:
-    """Features of the task's images, from the cache if they are there. The same images for every seed."""
-    dataset = task_images(task, options.split, source=options.images, seed=0, images_per_class=options.images_per_class)
-    encoder = ImageEncoder.from_pretrained(script.model, script.revision)
-    found = image_features(encoder, dataset, split=options.split)
-    return Images(found.features.float().cpu(), torch.tensor(dataset["label"][:])[found.rows])
-
-
 def measure(
-    run: Run, base: OrionCLIPTextModel, images: Images, script: FinetuneArguments, accelerator: Accelerator
+    run: Run, base: OrionCLIPTextModel, images: LabelledFeatures, script: FinetuneArguments, accelerator: Accelerator
 ) -> bool:
     """Train a run, measure it and keep its cells; False if it was interrupted. One that diverges is kept as failed."""
     model = copy.deepcopy(base)
@@ -164,7 +152,7 @@ def measure(
         "model": script.model,
         "method": "zero_shot",
         "seed": args.seed,
-        "num_images": len(images.labels),
+        "num_images": len(images),
         "sweep": run.swept,
     }
     model.task = run.task
@@ -225,10 +213,13 @@ def _write_curves(points: list[Any], output_dir: Path) -> Iterator[Path]:
     except ImportError:
         print("no plots: pip install 'orion-hf[plots]'", file=sys.stderr)
         return
-    for number, figure in enumerate(curves.values()):
-        folder = output_dir / "plots"
+    folder = output_dir / "plots"
+    seen: Counter[str] = Counter()
+    for title, figure in curves.items():
         folder.mkdir(parents=True, exist_ok=True)
-        yield save_figure(figure, folder / f"lambda{f'-{number + 1}' if number else ''}.png")
+        setting = title.split(":")[0]
+        seen[setting] += 1
+        yield save_figure(figure, folder / f"{setting}{f'-{seen[setting]}' if seen[setting] > 1 else ''}.png")
 
 
 def _parser() -> argparse.ArgumentParser:
