@@ -100,7 +100,7 @@ class _Head(Protocol):
     """What one adapter learns; `fit` below drives it."""
 
     def step(self, features: Tensor, labels: Tensor, lr: float) -> Tensor:
-        """One SGD step on raw features ``(B, d)``; returns the loss before it."""
+        """One SGD step on raw features ``(B, d)``, which it may overwrite; returns the loss before it."""
 
     def end_epoch(self) -> None:
         """Called after the last batch of an epoch."""
@@ -186,10 +186,13 @@ class _CosineAdapter(Estimator):
             raise ValueError(f"initial names {sorted(given)}, which {type(self).__name__} does not learn.")
         rates = epoch_learning_rates(self.epochs, self.lr, self.warmup_epochs, self.warmup_lr)
         losses, lr_per_step = [], []
+        # Room for a batch, taken once: asking the system for fresh pages takes longer than filling them.
+        rows = pool.new_empty(min(self.batch_size, len(pool)), pool.shape[1])
         for epoch in range(self.epochs if shuffle is None else min(self.epochs, len(shuffle))):
             order = torch.randperm(len(pool), generator=rng) if shuffle is None else shuffle[epoch]
             for batch in order[: batches * self.batch_size].to(pool.device).split(self.batch_size):
-                losses.append(head.step(pool[batch], pool_labels[batch], rates[epoch]))
+                torch.index_select(pool, 0, batch, out=rows[: len(batch)])
+                losses.append(head.step(rows[: len(batch)], pool_labels[batch], rates[epoch]))
                 lr_per_step.append(rates[epoch])
             head.end_epoch()
         for name, value in head.fitted().items():
@@ -318,7 +321,7 @@ class CLIPAdapter(_CosineAdapter):
 
 
 class _Penalty:
-    """CLAP's penalty and its gradient, which lies in the span of w_c and t_c: ``a_c w_c + b_c t_c``."""
+    """CLAP's penalty and its gradient."""
 
     def __init__(self, prototypes: Tensor, multipliers: Tensor, constraint: str):
         self.prototypes = prototypes
@@ -326,17 +329,21 @@ class _Penalty:
         self.multipliers = self.first_multipliers = multipliers
         self.words = _constraint_words(constraint)
         self.rho = torch.zeros_like(multipliers)
+        self.room = torch.empty_like(prototypes)
         self.history: list[Tensor] = []
 
-    def coefficients(self, weights: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The penalty and the coefficients a, b ``(K,)`` of its gradient; ``lengths`` are those of the weights."""
+    def add_gradient(self, gradient: Tensor, weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
+        """Add alpha times the gradient for the weights, whose ``lengths`` are known; returns the penalty."""
         pull = self.multipliers / len(weights)
         if "cosine" in self.words:
             along = 1 / (lengths * self.lengths)
             cosine = (weights * self.prototypes).sum(dim=1) * along
-            return (pull * (1 - cosine)).sum(), pull * cosine / lengths**2, -pull * along
-        # |w - t|^2 = |w|^2 - 2 w t + |t|^2 would cancel: the weights stay close to the prototypes.
-        return (pull * self._squared_distance(weights)).sum(), 2 * pull, -2 * pull
+            gradient.addcmul_(weights, (pull * cosine / lengths**2)[:, None], value=alpha)
+            gradient.addcmul_(self.prototypes, (pull * along)[:, None], value=-alpha)
+            return (pull * (1 - cosine)).sum()
+        penalty = (pull * self._squared_distance(weights)).sum()
+        gradient.addcmul_(self.room, pull[:, None], value=2 * alpha)
+        return penalty
 
     def end_epoch(self, weights: Tensor) -> None:
         if "adaptative" not in self.words:
@@ -351,7 +358,8 @@ class _Penalty:
         return {"multipliers_": self.first_multipliers, **after}
 
     def _squared_distance(self, weights: Tensor) -> Tensor:
-        return (weights - self.prototypes).square_().sum(dim=1)
+        """``|w_c - t_c|^2``; the differences are left in the room."""
+        return torch.sub(weights, self.prototypes, out=self.room).norm(dim=1).square_()
 
 
 class _LinearHead:
@@ -362,7 +370,7 @@ class _LinearHead:
         dL/dw_c = (sum_i e_ic x_i - w_c / |w_c| sum_i e_ic c_ic) / |w_c|
 
     so a step is two matrix products: the logits, and ``e^T x`` straight into the momentum buffer. Neither the
-    normalised weights nor the gradient of the features is ever formed.
+    normalised weights nor the gradient of the features is ever formed, and all large arrays are used again.
     """
 
     def __init__(
@@ -379,29 +387,33 @@ class _LinearHead:
         self.buffer = torch.zeros_like(start)
         self.logit_scale, self.momentum, self.weight_decay = logit_scale, momentum, weight_decay
         self.base, self.alpha, self.penalty = base, alpha, penalty
+        self.room = start.new_empty(2, len(start), 0)  # for logits and errors
 
     def weights(self) -> Tensor:
         return self.theta if self.base is None else self.base + self.alpha * self.theta
 
     def step(self, features: Tensor, labels: Tensor, lr: float) -> Tensor:
-        features = F.normalize(features, dim=1)
+        batch = len(features)
+        if self.room.shape[2] != batch:
+            self.room = features.new_empty(2, len(self.theta), batch)
+        F.normalize(features, dim=1, out=features)
         weights = self.weights()
         lengths = weights.norm(dim=1)
-        logits = (features @ weights.T).mul_(self.logit_scale / lengths)
-        errors = logits.softmax(dim=1)
-        rows = torch.arange(len(labels), device=labels.device)
-        # log p_y through the largest probability, which cannot underflow: one pass less than log_softmax and exp.
-        loss = (logits.amax(dim=1) - logits[rows, labels] - errors.amax(dim=1).log()).mean()
-        errors[rows, labels] -= 1
-        toward = -torch.linalg.vecdot(errors, logits, dim=0) / (len(labels) * lengths**2)
-        errors.mul_(self.logit_scale / (len(labels) * lengths))
-        self.buffer.addmm_(errors.T, features, beta=self.momentum, alpha=self.alpha)
+        # Classes are rows, (K, B): the faster way round for both products.
+        logits = torch.mm(weights, features.T, out=self.room[0]).mul_((self.logit_scale / lengths)[:, None])
+        # The softmax written out: its parts give the loss too, and along this dimension it is faster so.
+        largest = logits.amax(dim=0)
+        errors = torch.sub(logits, largest, out=self.room[1]).exp_()
+        total = errors.sum(dim=0)
+        columns = torch.arange(batch, device=labels.device)
+        loss = (largest - logits[labels, columns] + total.log()).mean()
+        errors.div_(total)[labels, columns] -= 1
+        along = logits.mul_(errors).sum(dim=1).div_(batch * lengths**2)
+        errors.mul_((self.logit_scale / (batch * lengths))[:, None])
+        self.buffer.addmm_(errors, features, beta=self.momentum, alpha=self.alpha)
+        self.buffer.addcmul_(weights, along[:, None], value=-self.alpha)
         if self.penalty is not None:
-            penalty, of_weights, of_prototypes = self.penalty.coefficients(weights, lengths)
-            loss += penalty
-            toward += of_weights
-            self.buffer.addcmul_(self.penalty.prototypes, of_prototypes[:, None], value=self.alpha)
-        self.buffer.addcmul_(weights, toward[:, None], value=self.alpha)
+            loss += self.penalty.add_gradient(self.buffer, weights, lengths, self.alpha)
         if self.weight_decay:
             self.buffer.add_(self.theta, alpha=self.weight_decay)
         self.theta.add_(self.buffer, alpha=-lr)
