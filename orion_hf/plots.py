@@ -296,7 +296,7 @@ def lambda_sweep(
         raise ValueError("weights holds no lambda above 0: there is nothing to draw")
     lambdas, accuracies, half_widths = runs.T
     x = np.log10(lambdas / 2)
-    ticks = [f"{_number(at, '.3g')}\nλ = {value:g}" for at, value in zip(x, lambdas, strict=True)]
+    ticks = [f"{_number(at, '.3g')}\nλ = {value:.3g}" for at, value in zip(x, lambdas, strict=True)]
     return _sweep_figure(x, accuracies, half_widths, ticks, "log₁₀(λ/2)", no_orth)
 
 
@@ -326,7 +326,7 @@ def setting_sweep(
         return _sweep_figure(np.arange(len(names)), heights, half_widths, names, setting, line=False)
     runs = np.array(sorted(zip(values, means, intervals, strict=True)), dtype=float)
     numbers, heights, half_widths = runs.T
-    ticks = [f"{number:g}" for number in numbers]
+    ticks = [f"{number:.6g}" for number in numbers]
     logarithmic = numbers[0] > 0 and numbers[-1] >= 20 * numbers[0]
     x = np.log10(numbers) if logarithmic else numbers
     return _sweep_figure(x, heights, half_widths, ticks, f"{setting}, logarithmic" if logarithmic else setting)
@@ -363,7 +363,7 @@ def _sweep_figure(
     axes.margins(x=0.06 if line else 0.2, y=0.15)
     at = [0]  # points with a tick: all, or as many as there is room for
     for place in range(1, len(x)):
-        if x[place] - x[at[-1]] > 0.1 * np.ptp(x):
+        if x[place] - x[at[-1]] > 0.12 * np.ptp(x):
             at.append(place)
     axes.set_xticks(x[at], [ticks[place] for place in at])
     axes.set_xlabel(label)

@@ -58,15 +58,18 @@ def sweep_table(points: Sequence[SweepPoint]) -> Table:
 
 
 def sweep_curves(points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Title -> figure of accuracy against lambda (or the first setting, if lambda was not swept).
+    """Title -> figure of accuracy against lambda, or if that was not swept, the setting with the most values.
 
     There is one for each choice of the other settings.
     """
     from .plots import lambda_sweep, setting_sweep
 
+    def values_of(name: str) -> int:
+        return len({canonical(point.settings.get(name)) for point in points})
+
     series: dict[tuple[str, str], list[SweepPoint]] = {}
     for point in points:
-        name = _LAMBDA if _LAMBDA in point.settings else next(iter(point.settings))
+        name = _LAMBDA if _LAMBDA in point.settings else max(point.settings, key=values_of)
         others = "".join(f", {_axis(key)} {plain(value)}" for key, value in point.settings.items() if key != name)
         series.setdefault((name, f"{point.model}{others}, {', '.join(point.tasks)}"), []).append(point)
     curves = {}

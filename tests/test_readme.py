@@ -92,3 +92,19 @@ def test_relative_links_lead_somewhere(root):
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_figures_are_those_that_the_script_draws(root, tmp_path):
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert len(shown) == 2 and all((root / path).is_file() for path in shown)
+    done = subprocess.run(
+        [sys.executable, root / "training" / "readme_figures.py", "--output_dir", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(Path(path).name for path in shown)
+    for path in shown:
+        drawn, kept = (Image.open(folder / Path(path).name) for folder in (tmp_path, (root / path).parent))
+        assert drawn.size == kept.size

@@ -277,11 +277,11 @@ def test_reads_what_evaluate_writes(tmp_path):
 
 def test_reads_the_summary_of_the_demo(tmp_path):
     summary = {"model": "embedded:tiny-clip", "task": "tiny-land", "images": 400, "seed": 0}
-    (tmp_path / "results.json").write_text(json.dumps(summary | {"top1": {"CLIP": 0.5, "averaged prompts": 0.6}}))
+    (tmp_path / "results.json").write_text(json.dumps(summary | {"top1": {"CLIP": 50.0, "averaged prompts": 0.6}}))
     cells = read_results([tmp_path])
     assert [(cell.prototypes, cell.top1, cell.num_images) for cell in cells] == [
         ("clip", 50.0, 400),
-        ("averaged", 60.0, 400),
+        ("averaged", 0.6, 400),  # percent, however little
     ]
 
 

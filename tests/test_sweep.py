@@ -66,7 +66,7 @@ def test_other_settings_have_curves_too(clip, tmp_path):
     assert (
         sweep.main([*settings, *FIXED, "--images_per_class", "2", "--model", clip, "--output_dir", str(tmp_path)]) == 0
     )
-    # Along the first setting that was given several values, one for each value of the other.
+    # Along the setting with the most values, one for each value of the other.
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["lora_rank-2.png", "lora_rank.png"]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..files import write_json, write_whole
 from ._inputs import UNIT_TOLERANCE
 
 FORMAT_VERSION = 1
@@ -88,9 +88,8 @@ class Estimator:
         }
         folder.mkdir(parents=True, exist_ok=True)
         # The JSON file comes last: a folder that has one is complete.
-        _replace(folder / "estimator.safetensors", lambda path: save_file(tensors, path))
-        text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-        _replace(folder / "estimator.json", lambda path: path.write_text(text, encoding="utf-8"))
+        write_whole(folder / "estimator.safetensors", lambda path: save_file(tensors, path))
+        write_json(folder / "estimator.json", record)
         return folder
 
     @classmethod
@@ -195,15 +194,7 @@ def epoch_learning_rates(epochs: int, lr: float, warmup_epochs: int = 1, warmup_
         >>> [round(rate, 5) for rate in epoch_learning_rates(4, lr=0.002)]
         [1e-05, 0.002, 0.00171, 0.001]
     """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}.")
     cosine = [0.5 * lr * (1 + math.cos(math.pi * epoch / epochs)) for epoch in range(max(0, epochs - warmup_epochs))]
     return [warmup_lr] * min(warmup_epochs, epochs) + cosine
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
