@@ -132,6 +132,11 @@ class OrionCLIPTextModel(CLIPTextModelWithProjection):
         adapter = Adapter.find(repository)
         base = repository if adapter is None else adapter.base(repository, orion)
         if orion is not None and adapter is None:
+            if orion.training.get("method") in ("mean", "svd"):
+                raise OSError(
+                    f"{repository.name} holds prototypes without a model (--training_free): read its "
+                    f"{PROTOTYPES_NAME}, or load its base model {orion.base_model!r}."
+                )
             kwargs["use_safetensors"] = True  # of an ORION repository no pickle is read
         output_loading_info = kwargs.pop("output_loading_info", False)
 

@@ -473,7 +473,7 @@ class OrionTrainer:
         self.accelerator.wait_for_everyone()  # all have looked before one of them changes the folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".saving-checkpoint-*"):
+            for leftover in (*folder.glob(".saving-checkpoint-*"), *folder.glob(".removing-checkpoint-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
             if not wanted:
                 clear_run(folder)

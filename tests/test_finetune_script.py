@@ -184,6 +184,8 @@ def test_training_free_prototypes(clip, names_file, tmp_path, method):
     training = json.loads((out / "orion_config.json").read_text())["training"]
     assert training["method"] == method
     assert not (out / "adapter_model.safetensors").exists()
+    with pytest.raises(OSError, match="holds prototypes without a model"):
+        OrionCLIPTextModel.from_pretrained(out)
 
 
 def test_an_interrupted_command_says_how_to_continue(clip, names_file, tmp_path, capsys, monkeypatch):
