@@ -27,7 +27,7 @@ from torch import Tensor
 from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
 from .escaping import markdown
 from .files import is_finite, read_json
-from .geometry import GeometryReport, prototype_geometry
+from .geometry import MEASURE_NAMES, GeometryReport, prototype_geometry
 from .repository import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -57,14 +57,6 @@ _PAPER_BASES = {
     "CLIP ViT-B/16": r"clip-vit-base-patch16(-\d+)?",
     "CLIP ViT-L/14": r"clip-vit-large-patch14",
     "MetaCLIP": r"metaclip-.*",
-}
-_GEOMETRY = {
-    "mean_displacement": "mean displacement of a class",
-    "median_displacement": "median displacement",
-    "mean_cosine": "mean cosine between two classes",
-    "max_cosine": "largest cosine between two classes",
-    "effective_rank": "effective rank",
-    "distance_to_orthonormality": "distance to orthonormality",
 }
 
 Kind = Literal["adapter", "merged"]
@@ -325,7 +317,7 @@ def _geometry_rows(prototypes: Tensor, anchors: Tensor) -> list[tuple[str, str, 
     def cell(report: GeometryReport, key: str) -> str:
         return f"{asdict(report)[key]:.3f}"
 
-    return [(name, cell(before, key), cell(after, key)) for key, name in _GEOMETRY.items()]
+    return [(name, cell(before, key), cell(after, key)) for key, name in MEASURE_NAMES.items()]
 
 
 def _dimension_note(num_classes: int, prototypes: tuple[Tensor, Tensor] | None) -> str:

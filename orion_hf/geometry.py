@@ -18,6 +18,17 @@ from .loss import orthogonality_penalty
 _BLOCK = 2048  # rows of a K x K or N x K matrix held at once
 
 
+# Fields of a GeometryReport, as cards and pages call them.
+MEASURE_NAMES = {
+    "mean_displacement": "mean displacement of a class",
+    "median_displacement": "median displacement",
+    "mean_cosine": "mean cosine between two classes",
+    "max_cosine": "largest cosine between two classes",
+    "effective_rank": "effective rank",
+    "distance_to_orthonormality": "distance to orthonormality",
+}
+
+
 @dataclass(frozen=True)
 class GeometryReport:
     """Numbers of one set of prototypes; see :func:`prototype_geometry`.

@@ -101,7 +101,7 @@ def k_shot_split(
 
     Example:
         >>> k_shot_split([0, 0, 1, 1, 1, 2], shots=2, seed=1).train
-        [0, 1, 2, 4, 5]
+        [0, 1, 3, 2, 5]
     """
     if shots < 1:
         raise ValueError(f"shots must be at least 1, got {shots}.")

@@ -104,6 +104,20 @@ def as_text(blocks: Sequence[Block]) -> str:
     return "\n\n".join(parts)
 
 
+def aligned_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table, the header first, that lines up on a screen and is Markdown as well.
+
+    Example:
+        >>> print(aligned_table([["task", "top-1"], ["dtd", "44.3"]]))
+        | task | top-1 |
+        |------|-------|
+        | dtd  | 44.3  |
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
 def as_markdown(blocks: Sequence[Block]) -> str:
     """For a README or an issue."""
     parts = []

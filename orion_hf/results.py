@@ -44,6 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .files import write_json, write_whole
+from .layout import aligned_table
 from .protocols import Summary, summarize
 
 RESULTS_NAME = "results.json"
@@ -246,10 +247,7 @@ def results_table(cells: Sequence[Cell], outcomes: Callable[[str], Tensor | None
             top1 = f"{100 * pooled_summary(kinds[kind], outcomes).mean:.1f}"
             row.append(top1 + differences.get((line, kind), ""))
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    return aligned_table(rows)
 
 
 def card_results(cells: Sequence[Cell], outcomes: Callable[[str], Tensor | None], command: str) -> dict[str, Any]:

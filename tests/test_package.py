@@ -1,6 +1,9 @@
 """The package as a whole: cheap import, lazy names, one version, the command line."""
 
+import doctest
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,6 +12,13 @@ import pytest
 
 import orion_hf
 from orion_hf import cli
+
+MODULES = [module.name for module in pkgutil.walk_packages(orion_hf.__path__, "orion_hf.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_right(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_import_is_cheap():

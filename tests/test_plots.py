@@ -1,6 +1,5 @@
 """Every figure at several sizes: text inside the canvas, no two texts over each other, the right numbers."""
 
-import doctest
 import itertools
 import warnings
 
@@ -368,8 +367,3 @@ def test_the_state_of_matplotlib_is_left_alone():
     from matplotlib import pyplot
 
     assert pyplot.get_fignums() == []
-
-
-def test_examples():
-    failed, run = doctest.testmod(plots)
-    assert run >= 8 and failed == 0

@@ -38,6 +38,7 @@ from ..features import ImageEncoder, ImageFeatures, digest_of, image_features, w
 from ..files import write_whole
 from ..images import task_images
 from ..kshot import COOP_CROP_AREA, SHOTS, TIP_ADAPTER_CROP_AREA, KShotSplit, augmented_features, k_shot_split
+from ..layout import aligned_table
 from ..methods.clap import CLAP, CLIPAdapter, LinearProbe, TaskRes, ZeroShotLinearProbe
 from ..methods.coop import CoOp
 from ..methods.estimator import Estimator
@@ -438,10 +439,7 @@ def few_shot_table(cells: Sequence[Cell], results: Results) -> str:
             pairs = comparisons([cell for each in members.values() for cell in each], results.outcomes)
             row += [_percent(pair["difference"], pair["low"], pair["high"], "+") for pair in pairs] or ["-"]
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    return aligned_table(rows)
 
 
 def _percent(mean: float, low: float | None, high: float | None, sign: str = "") -> str:

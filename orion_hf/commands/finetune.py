@@ -24,6 +24,7 @@ from ..configuration_orion import ORION_CONFIG_NAME
 from ..features import ImageEncoder
 from ..geometry import prototype_geometry
 from ..labelled import LabelledFeatures
+from ..layout import aligned_table
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
 from ..prototypes import svd_prototypes
@@ -305,12 +306,7 @@ def summary_table(outcomes: list[Outcome]) -> str:
         ]
         for outcome in outcomes
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in [header, *rows]
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return aligned_table([header, *rows])
 
 
 def _arguments_of(task: OrionTask, args: OrionTrainingArguments) -> OrionTrainingArguments:

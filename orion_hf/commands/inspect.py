@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 
 from ..configuration_orion import OrionConfig
 from ..features import ImageEncoder
-from ..geometry import cosine_dispersion, displacement, feature_scatter, prototype_geometry
+from ..geometry import MEASURE_NAMES, cosine_dispersion, displacement, feature_scatter, prototype_geometry
 from ..labelled import LabelledFeatures
 from ..layout import Block, Heading, Paragraph, Table, as_html, as_text, picture, write_text
 from ..modeling_orion import OrionCLIPTextModel
@@ -41,14 +41,6 @@ from ..training_log import LOG_NAME
 
 _MOST = 10
 _BLOCK = 1024  # rows of a K x K matrix held at once
-_GEOMETRY = {
-    "mean_displacement": "mean displacement of a class",
-    "median_displacement": "median displacement",
-    "mean_cosine": "mean cosine between two classes",
-    "max_cosine": "largest cosine between two classes",
-    "effective_rank": "effective rank",
-    "distance_to_orthonormality": "distance to orthonormality",
-}
 
 
 @dataclass(frozen=True)
@@ -217,7 +209,7 @@ def geometry_blocks(subject: Subject) -> list[Block]:
     if len(names) < 2:
         return []
     before, after = prototype_geometry(subject.before), prototype_geometry(subject.after, subject.before)
-    rows = [(label, f"{asdict(before)[key]:.4f}", f"{asdict(after)[key]:.4f}") for key, label in _GEOMETRY.items()]
+    rows = [(label, f"{asdict(before)[key]:.4f}", f"{asdict(after)[key]:.4f}") for key, label in MEASURE_NAMES.items()]
     blocks: list[Block] = [
         Heading("Geometry of the class prototypes"),
         Paragraph("Means over the training templates, before training (V) and after (X)."),

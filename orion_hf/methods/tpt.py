@@ -169,8 +169,7 @@ def context_prompts(
         generator: Source of a random context.
 
     Example:
-        >>> context_prompts(model, tokenizer, ["cat"], words="a photo of a [CLS] in a scene")    # doctest:
-        +SKIP
+        >>> context_prompts(model, tokenizer, ["cat"], words="a [CLS] in a scene")  # doctest: +SKIP
     """
     context_words = words.replace("_", " ").split() or ["X"] * n_random
     split = context_words.index(CLASS_MARK) if CLASS_MARK in context_words else None
