@@ -170,6 +170,13 @@ def _cell(
         raise ValueError(f"{where}: 'top1' must be a share from 0 to 1, got {top1}")
     protocol = read("protocol", dict, {})
     conditions = {**read("options", dict, {}), **{key: value for key, value in protocol.items() if key != "kind"}}
+    views, dataset = read("views", dict, {}), read("dataset", dict, {})
+    if "count" in views:  # whether they are mixed depends on the task
+        conditions["num_views"] = views["count"]
+    if dataset.get("split", "test") != "test":
+        conditions["split"] = dataset["split"]
+    if read("mixed_precision", str, "no") != "no":
+        conditions["mixed_precision"] = read("mixed_precision", str)
     return MeasuredCell(
         task=task,
         model=model,
@@ -182,25 +189,20 @@ def _cell(
         num_images=read("num_images", int),
         adapter=read("adapter_weights", str) or read("adapter", str),
         half_width=_half_width(row),
-        gain_half_width=gain_half_widths.get(_comparison_key(row, row.get("seed"))),
+        gain_half_width=gain_half_widths.get(str(row.get("id"))),
         sweep=read("sweep", dict),
         source=source,
     )
 
 
 def _gain_half_widths(comparisons: Any) -> dict[str, float | None]:
-    """Intervals of paired differences of a single seed, which only the file's own outcomes can give."""
+    """Cell id -> interval of its paired difference, which only the file's outcomes can give; of single seeds."""
     entries = comparisons if isinstance(comparisons, list) else []
     return {
-        _comparison_key(entry, entry["seeds"][0]): _half_width(entry)
+        str(entry["cells"][0]): _half_width(entry)
         for entry in entries
-        if isinstance(entry, dict) and isinstance(entry.get("seeds"), list) and len(entry["seeds"]) == 1
+        if isinstance(entry, dict) and isinstance(entry.get("cells"), list) and len(entry["cells"]) == 1
     }
-
-
-def _comparison_key(row: dict[str, Any], seed: Any) -> str:
-    names = ("task", "model", "method", "protocol", "adapter", "prototypes")
-    return canonical([row.get(name) for name in names] + [seed])
 
 
 def _half_width(row: dict[str, Any]) -> float | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from . import __version__, commands
 
+_EXTRAS = {"scipy": "methods", "sklearn": "methods", "matplotlib": "plots"}  # module -> extra that installs it
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; with no command, list them.
@@ -40,6 +42,11 @@ def run(name: str, argv: list[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(f"orion-hf {name}: {reason}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        print(f"orion-hf {name}: {error}: pip install 'orion-hf[{_EXTRAS[error.name]}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"orion-hf {name}: interrupted", file=sys.stderr)

@@ -6,7 +6,9 @@ depends on what it says it needs: features of a batch, features of augmented vie
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +26,7 @@ from tqdm import tqdm
 from . import __version__
 from .class_prompts import ClassPrompts, class_prompt_prototypes
 from .features import ImageEncoder, ImageFeatures, digest_of, image_features, weights_digest
+from .files import is_finite
 from .methods import MethodInfo, available
 from .methods.tpt import context_prompts
 from .modeling_orion import OrionCLIPTextModel
@@ -68,12 +71,13 @@ class Protocol:
             >>> Protocol.from_options("batch", k_eff="2-10")
             Protocol(kind='batch', k_eff='2-10', correlation=None, batch_size=64, num_tasks=1000)
         """
-        tasks = 1 if options.get("k_eff") == "all" else 1000  # "all" is the whole test set: once is enough
         published: dict[str, dict[str, Any]] = {
             "full": {},
-            "batch": {"k_eff": "very-low", "batch_size": 64, "num_tasks": tasks},
+            "batch": {"k_eff": "very-low", "batch_size": 64, "num_tasks": 1000},
             "online": {"correlation": "low", "batch_size": 128, "num_tasks": 100},
         }
+        if options.get("k_eff") == "all":  # the whole test set, once: no batches are drawn
+            published["batch"] = {"k_eff": "all", "num_tasks": 1}
         if kind not in published:
             raise ValueError(f"no protocol {kind!r}: choose {', '.join(published)}")
         given = {name: value for name, value in options.items() if value is not None}
@@ -214,44 +218,75 @@ def read_methods(names: Sequence[str], assignments: Sequence[str], logit_scale: 
 
     Args:
         names: of methods.
-        assignments: such as ``stata.alpha=2``; values are JSON, other text is a string.
+        assignments: such as ``stata.alpha=2``.
         logit_scale: of the model, for methods that use one.
 
     Example:
         >>> read_methods(["zero_shot"], ["zero_shot.logit_scale=50"], 100.0)
-        {'zero_shot': {'logit_scale': 50}}
+        {'zero_shot': {'logit_scale': 50.0}}
     """
     known = {name: info for name, info in available().items() if info.inputs != "few-shot"}
     for name in names:
         if name not in known:
             raise ValueError(f"no method {name!r} to evaluate: choose among {', '.join(known)}")
-    chosen = {name: dict(known[name].options) for name in dict.fromkeys(names)}
+    chosen = {
+        name: {option: value for option, value in known[name].options.items() if option != "initial_probabilities"}
+        for name in dict.fromkeys(names)
+    }
     for options in chosen.values():
         if "logit_scale" in options:
             options["logit_scale"] = round(logit_scale, 4)
-    assign_options(chosen, assignments)
+    assign_options(chosen, assignments, {name: known[name].function for name in chosen})
     return chosen
 
 
-def assign_options(chosen: Mapping[str, dict[str, Any]], assignments: Sequence[str]) -> None:
-    """Carry out ``METHOD.OPTION=VALUE`` on the options of each method; values are JSON, other text is a string.
+def assign_options(
+    chosen: Mapping[str, dict[str, Any]], assignments: Sequence[str], functions: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Carry out ``METHOD.OPTION=VALUE`` on the options of each method, as the types of its ``functions`` say.
 
     Example:
         >>> options = {"stata": {"alpha": 1.0}}
-        >>> assign_options(options, ["stata.alpha=2"])
+        >>> assign_options(options, ["stata.alpha=2"], {"stata": available()["stata"].function})
         >>> options
-        {'stata': {'alpha': 2}}
+        {'stata': {'alpha': 2.0}}
     """
     for assignment in assignments:
-        where, equals, value = assignment.partition("=")
+        where, equals, word = assignment.partition("=")
         method, _, option = where.partition(".")
         if not equals or method not in chosen or option not in chosen[method]:
             known = ", ".join(f"{name}.{key}" for name, options in chosen.items() for key in options)
             raise ValueError(f"--options {assignment}: write METHOD.OPTION=VALUE, with {known}")
+        annotation = str(inspect.signature(functions[method]).parameters[option].annotation)
+        kind = next(kind for kind in _OPTION_KINDS if kind in annotation or kind == "str")
+        what, read = _OPTION_KINDS[kind]
         try:
-            chosen[method][option] = json.loads(value)
-        except ValueError:
-            chosen[method][option] = value  # a word
+            chosen[method][option] = None if word == "none" and "None" in annotation else read(word)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--options {assignment}: {method}.{option} is {what}, not {word!r}") from None
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _pair(values: Any) -> list[float]:
+    if not isinstance(values, list) or len(values) != 2 or not all(map(is_finite, values)):
+        raise ValueError
+    return values
+
+
+# What stands in the annotation of an option -> what to call it, and how to read it from a command line.
+_OPTION_KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "tuple": ("a pair of numbers such as [0.9, 0.999]", lambda word: _pair(json.loads(word))),
+    "bool": ("true or false", lambda word: {"true": True, "false": False}[word.lower()]),
+    "int": ("a whole number", int),
+    "float": ("a number", _finite),
+    "str": ("a word", str),
+}
 
 
 def describe_cell(

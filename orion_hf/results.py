@@ -21,8 +21,8 @@
                 "unit": "image" | "task" | "stream" | "support set", "n_tasks": 1, "num_images": 8100, "unreadable": [],
                 "seconds": 1.2}, ...],
      "comparisons": [{"task": ..., "model": ..., "method": ..., "protocol": {...}, "adapter": ...,
-                      "prototypes": "orion", "against": "clip", "seeds": [0, 1], "unit": "image",
-                      "difference": 0.021, "stderr": ..., "low": ..., "high": ..., "n": 16200}, ...]}
+                      "prototypes": "orion", "against": "clip", "cells": ["5e1f...", ...], "seeds": [0, 1],
+                      "unit": "image", "difference": 0.021, "stderr": ..., "low": ..., "high": ..., "n": 16200}, ...]}
 
 A cell is the classifier of one method with one kind of prototypes on one seed. All keys before ``top1`` but ``id`` and
 ``run`` say what was measured; their hash is the cell's ``id``, and a rerun skips cells whose id is there. The outcome
@@ -63,6 +63,8 @@ class Results:
         self.runs: list[dict[str, Any]] = []
         self.cells: dict[str, Cell] = {}
         self._measured: dict[str, Tensor] = {}
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file: choose another --output_dir.")
         if self.path.is_file():
             self._read()
 
@@ -185,6 +187,7 @@ def _comparison(kept: Sequence[tuple[Cell, Tensor, Tensor]]) -> dict[str, Any]:
     shared = ("task", "model", "method", "protocol", "adapter", "prototypes")
     return {key: cell[key] for key in shared} | {
         "against": "clip",
+        "cells": [each["id"] for each, _, _ in kept],
         "seeds": [each["seed"] for each, _, _ in kept],
         "unit": cell["unit"],
         "difference": summary.mean,
@@ -196,9 +199,11 @@ def _comparison(kept: Sequence[tuple[Cell, Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def _group(cell: Cell, with_seed: bool = False) -> str:
-    """Cells that may be compared: all that was measured but prototypes and, unless asked for, seed and images."""
+    """Cells that may be compared: all but prototypes and, unless asked for, seeds and what these draw are equal."""
     keys = ["task", "task_digest", "model", "weights", "method", "protocol", "options", "mixed_precision", "orion_hf"]
+    views = None if cell["views"] is None else {key: value for key, value in cell["views"].items() if key != "seed"}
     record = [cell[key] for key in keys] + [cell["dataset"]["source"], cell["dataset"]["split"]]
+    record += [views, cell["num_images"], cell["unlabeled"] is None]
     if with_seed:
         record += [cell["seed"], cell["dataset"]["fingerprint"], cell["views"], cell["unlabeled"]]
     return json.dumps(record, sort_keys=True)

@@ -123,7 +123,7 @@ def paper_places(cell: MeasuredCell) -> list[tuple[str, str]]:
         [('tta_mta_tpt', 'MTA'), ('svd_per_dataset', 'MTA')]
     """
     backbone, conditions = paper_backbone(cell.model), cell.conditions
-    if paper_column(cell.task) is None or backbone is None:
+    if paper_column(cell.task) is None or backbone is None or "split" in conditions:  # the paper's are of test splits
         return []
     base, whole_test = backbone == "CLIP ViT-B/16", cell.protocol == "full"
     candidates: list[tuple[str, str]] = []

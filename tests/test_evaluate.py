@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from orion_hf import cli
 from orion_hf.card import Results as CardResults
+from orion_hf.cells import read_results
 from orion_hf.commands import evaluate
 from orion_hf.evaluation import Evaluation, Protocol, read_methods, shared
 from orion_hf.features import ImageEncoder
@@ -283,8 +284,10 @@ def test_wrong_options_are_named():
 def test_adapters_must_fit_task_and_model(work, adapter):
     with pytest.raises(ValueError, match="are both of task tiny-land"):
         evaluate.read_adapters([adapter, adapter])
+    with pytest.raises(ValueError, match="there is no such folder, and it is no Hub id"):
+        evaluate.read_adapters(["/no/such/folder"])
     with pytest.raises(ValueError, match=r"has no orion_config\.json that names its task"):
-        evaluate.read_adapters([MODEL])
+        evaluate.read_adapters([str(work)])
     args = evaluate.parse_arguments(["--model", MODEL, "--task", "tiny-shapes"])
     with pytest.raises(ValueError, match="is of task tiny-land, which is not among --task tiny-shapes"):
         evaluate.read_tasks(args, {"tiny-land": adapter})
@@ -315,3 +318,47 @@ def test_errors_of_a_run_are_one_line(flags, work, adapter, capsys):
     assert "first 'forrest' (nearest: " in error
     assert cli.run("evaluate", [*flags, str(work / "few"), "--images", str(work / "nowhere")]) == 2
     assert "cannot load images from" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_are_read_as_their_types_say():
+    def read(method, assignment):
+        name, _, _ = assignment.partition("=")
+        return read_methods([method], [assignment], 100.0)[method][name.split(".")[1]]
+
+    assert read("stata", "stata.soft_beta=False") is False and read("stata", "stata.soft_beta=true") is True
+    assert read("stata", "stata.n_neighbors=5") == 5 and read("stata", "stata.alpha=2") == 2.0
+    assert read("tpt", "tpt.betas=[0.5, 0.9]") == [0.5, 0.9]
+    assert read("zlap", "zlap.unlabeled_features=train") == "train"
+    assert read("zlap", "zlap.unlabeled_features=none") is None
+    for method, assignment, message in (
+        ("stata", "stata.soft_beta=2", "stata.soft_beta is true or false, not '2'"),
+        ("stata", "stata.alpha=abc", "stata.alpha is a number, not 'abc'"),
+        ("stata", "stata.alpha=nan", "stata.alpha is a number, not 'nan'"),
+        ("stata", "stata.max_iter=2.5", "stata.max_iter is a whole number, not '2.5'"),
+        ("tpt", "tpt.betas=0.5", "tpt.betas is a pair of numbers"),
+        ("transclip", "transclip.initial_probabilities=foo", "write METHOD.OPTION=VALUE"),
+    ):
+        with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+            read(method, assignment)
+
+
+def test_runs_of_one_folder_that_differ_in_more_than_the_seed_are_not_pooled(tmp_path):
+    command = ["evaluate", "--model", MODEL, "--task", "tiny-land", "--images_per_class", "2"]
+    command += ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
+    for more in (["--num_views", "8"], ["--num_views", "12"], ["--num_views", "8", "--options", "mta.max_iter=1"]):
+        assert cli.main([*command, "--methods", "mta", *more]) == 0
+    assert cli.main([*command, "--images_per_class", "3"]) == 0
+    assert cli.main([*command, "--seeds", "0", "1"]) == 0
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    cells = {cell["id"]: cell for cell in data["cells"]}
+    entries = [entry for entry in data["comparisons"] if entry["prototypes"] == "svd"]
+    assert sorted(entry["seeds"] for entry in entries) == [[0], [0], [0], [0], [0, 1]]
+    for entry in entries:
+        members = [cells[each] for each in entry["cells"]]
+        assert {cell["prototypes"] for cell in members} == {"svd"}
+        for key in ("options", "num_images"):
+            assert all(cell[key] == members[0][key] for cell in members)
+    # Every cell of one seed finds the interval of its own comparison.
+    widths = {entry["cells"][0]: 50 * (entry["high"] - entry["low"]) for entry in entries if len(entry["cells"]) == 1}
+    read = [cell for cell in read_results([tmp_path / "out"]) if cell.prototypes == "svd" and cell.gain_half_width]
+    assert sorted(cell.gain_half_width for cell in read) == pytest.approx(sorted(w for w in widths.values() if w))

@@ -29,12 +29,12 @@ from ..evaluation import Evaluation, Protocol, TunedText, read_methods
 from ..features import ImageEncoder
 from ..files import write_json
 from ..images import task_images
+from ..measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
 from ..results import Cell, Results, card_results, results_table
 from ..tasks import OrionTask
 from .finetune import read_class_prompts
-from .measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 
 
 @dataclass
@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         batch_size=args.batch_size,
         num_tasks=args.num_tasks,
     )
+    read_methods(args.methods, args.options, logit_scale=1.0)  # a misspelt one should not cost the loading of a model
     adapters = read_adapters(args.orion or ())
     tasks = read_tasks(args, adapters)
     results = Results(args.output_dir)

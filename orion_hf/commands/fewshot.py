@@ -39,6 +39,7 @@ from ..files import write_whole
 from ..images import task_images
 from ..kshot import COOP_CROP_AREA, SHOTS, TIP_ADAPTER_CROP_AREA, KShotSplit, augmented_features, k_shot_split
 from ..layout import aligned_table
+from ..measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 from ..methods.clap import CLAP, CLIPAdapter, LinearProbe, TaskRes, ZeroShotLinearProbe
 from ..methods.coop import CoOp
 from ..methods.estimator import Estimator
@@ -48,7 +49,6 @@ from ..options import parse_dataclasses
 from ..results import Cell, Results, comparisons, pooled_summary
 from ..tasks import OrionTask
 from .finetune import read_class_prompts
-from .measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 
 METHODS: dict[str, type[Estimator]] = {
     "clap": CLAP,
@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, load both towers, measure task by task, print the table. 0: all done, 1: a task failed."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
+    read_methods(args.method, args.options, logit_scale=1.0)  # a misspelt one should not cost the loading of a model
     adapters = read_adapters(args.orion or ())
     tasks = read_tasks(args, adapters)
     accelerator = Accelerator()
@@ -415,7 +416,7 @@ def read_methods(names: Sequence[str], assignments: Sequence[str], logit_scale: 
         | {"logit_scale": round(logit_scale, 4)}
         for name in dict.fromkeys(names)
     }
-    assign_options(chosen, assignments)
+    assign_options(chosen, assignments, METHODS)
     return chosen
 
 

@@ -1,5 +1,6 @@
 """The checks every method makes on what it is given."""
 
+import math
 import warnings
 
 import torch
@@ -39,7 +40,7 @@ def check_inputs(**inputs: Tensor) -> tuple[Tensor, ...]:
 
     checked, rescaled = [], []
     for name, rows in inputs.items():
-        rows = rows.to(dtype)
+        rows = rows.detach().to(dtype)  # no method differentiates through what it is given
         norms = rows.norm(dim=-1, keepdim=True)
         bad = int((~norms.isfinite() | (norms == 0)).sum())
         if bad:
@@ -54,3 +55,17 @@ def check_inputs(**inputs: Tensor) -> tuple[Tensor, ...]:
     if rescaled:
         warnings.warn(f"Rows of {' and '.join(rescaled)} were not of unit norm; normalised.", stacklevel=3)
     return tuple(checked)
+
+
+def check_range(low: float, high: float = math.inf, *, above: bool = False, **options: float) -> None:
+    """Refuse options outside ``[low, high]``, or ``(low, high]`` with ``above``, by name.
+
+    Example:
+        >>> check_range(1, n_neighbors=0)
+        Traceback (most recent call last):
+        ValueError: n_neighbors must be at least 1, not 0.
+    """
+    for name, value in options.items():
+        if not low <= value <= high or (above and value == low):
+            limits = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
+            raise ValueError(f"{name} must be {limits}, not {value}.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from orion_hf.methods import MethodOutput
-from orion_hf.methods._inputs import check_inputs
+from orion_hf.methods._inputs import check_inputs, check_range
 
 PAPER = "Zanella and Ben Ayed, On the test-time zero-shot generalization of vision-language models, CVPR 2024"
 INPUTS = "views"
@@ -73,6 +73,9 @@ def mta(
     features, prototypes = check_inputs(features=features, prototypes=prototypes)
     if features.dim() != 3:
         raise ValueError(f"features must be (N, V, d), V views of each image; got shape {tuple(features.shape)}.")
+    check_range(0, lambda_q=lambda_q, max_iter=max_iter, tol=tol)
+    check_range(0, above=True, lambda_y=lambda_y, temperature=temperature)
+    check_range(0, 1, above=True, neighbour_fraction=neighbour_fraction)
     views = features.shape[1]
     neighbours = int(neighbour_fraction * (views - 1))
     if neighbours < 1:

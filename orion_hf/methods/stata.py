@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from orion_hf.methods import MethodOutput
-from orion_hf.methods._inputs import check_inputs
+from orion_hf.methods._inputs import check_inputs, check_range
 from orion_hf.methods._transduction import TAU, assign, chunked_mean, neighbour_affinity
 from orion_hf.methods.zero_shot import probabilities
 
@@ -84,6 +84,8 @@ def stata(
         >>> accuracy = (output.predictions == labels).float().mean()        # doctest: +SKIP
     """
     features, prototypes = check_inputs(features=features, prototypes=prototypes)
+    check_range(0, alpha=alpha, lambda_y_hat=lambda_y_hat, lambda_laplacian=lambda_laplacian, max_iter=max_iter)
+    check_range(1, n_neighbors=n_neighbors)
     zero_shot = probabilities(features, prototypes, logit_scale)
     affinity = neighbour_affinity(features, n_neighbors)
     prior = torch.xlogy(lambda_y_hat, zero_shot)  # 0 log 0 = 0, as in y^0 = 1

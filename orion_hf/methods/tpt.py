@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
 from orion_hf.methods import MethodOutput
-from orion_hf.methods._inputs import check_inputs
+from orion_hf.methods._inputs import check_inputs, check_range
 from orion_hf.prompt_tree import PromptPack, build_packs, encode_packs, trim_prompts
 
 PAPER = "Shu et al., Test-Time Prompt Tuning for Zero-Shot Generalization in Vision-Language Models, NeurIPS 2022"
@@ -94,9 +94,13 @@ def tpt(
         >>> prompts = context_prompts(text_model, tokenizer, ["cat", "dog"])        # doctest: +SKIP
         >>> tpt(view_features, prompts).predictions     # doctest: +SKIP
     """
+    if not isinstance(prompts, ContextPrompts):
+        raise TypeError("tpt tunes the words of prompts: give context_prompts(text_model, ...), not prototypes.")
     (features,) = check_inputs(features=features)
     if features.dim() != 3:
         raise ValueError(f"features must be (N, V, d), V views an image; got shape {tuple(features.shape)}.")
+    check_range(0, steps=steps, lr=lr, weight_decay=weight_decay)
+    check_range(0, 1, above=True, selection_p=selection_p)
     if int(features.shape[1] * selection_p) < 1:
         raise ValueError(f"{features.shape[1]} views are too few: selection_p={selection_p} of them is none.")
     features = normalize(features, dim=2)
@@ -171,7 +175,11 @@ def context_prompts(
     Example:
         >>> context_prompts(model, tokenizer, ["cat"], words="a [CLS] in a scene")  # doctest: +SKIP
     """
+    if not len(class_names):
+        raise ValueError("class_names is empty: give at least one name.")
     context_words = words.replace("_", " ").split() or ["X"] * n_random
+    if context_words.count(CLASS_MARK) > 1 or context_words == [CLASS_MARK]:
+        raise ValueError(f"words={words!r} must hold a context word, and {CLASS_MARK} at most once.")
     split = context_words.index(CLASS_MARK) if CLASS_MARK in context_words else None
     context_words = [word for word in context_words if word != CLASS_MARK]
     context_tokens = tokenizer(" ".join(context_words)).input_ids

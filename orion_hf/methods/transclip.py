@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from orion_hf.methods import MethodOutput
-from orion_hf.methods._inputs import check_inputs
+from orion_hf.methods._inputs import check_inputs, check_range
 from orion_hf.methods._transduction import (
     TAU,
     assign,
@@ -100,6 +100,8 @@ def transclip(
     if variant not in ("text-init", "visual-init"):
         raise ValueError(f"variant must be 'text-init' or 'visual-init', not {variant!r}.")
     features, prototypes = check_inputs(features=features, prototypes=prototypes)
+    check_range(0, lambda_y_hat=lambda_y_hat, lambda_laplacian=lambda_laplacian, max_iter=max_iter)
+    check_range(1, n_neighbors=n_neighbors, n_most_confident=n_most_confident)
     if initial_probabilities is None:
         zero_shot = probabilities(features, prototypes, logit_scale)
     elif initial_probabilities.shape != (len(features), len(prototypes)):
@@ -107,6 +109,8 @@ def transclip(
             f"initial_probabilities must be {(len(features), len(prototypes))}, images by classes; "
             f"got {tuple(initial_probabilities.shape)}."
         )
+    elif not initial_probabilities.isfinite().all():
+        raise ValueError("initial_probabilities hold NaN or infinite values.")
     else:
         zero_shot = initial_probabilities.to(features)
 

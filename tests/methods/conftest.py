@@ -38,6 +38,8 @@ def load_case(path: Path) -> GoldenCase:
 
 
 def pytest_configure(config):
+    if not any(GOLDEN_DIR.glob("*.safetensors")):
+        raise pytest.UsageError(f"ORION_GOLDEN_DIR: {GOLDEN_DIR} holds no golden vectors (*.safetensors).")
     config.addinivalue_line("markers", "golden(prefix): run once for every golden file of this prefix")
 
 

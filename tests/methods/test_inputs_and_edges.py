@@ -283,3 +283,29 @@ def test_mta_vote_counts_templates():
     votes = mta_vote(views, templates, lambda_q=1.0)
     each = torch.stack([mta(views, template, lambda_q=1.0).predictions for template in templates])
     assert torch.equal(votes.predictions, each.mode(dim=0).values) and (votes.scores.sum(1) == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (stata, {"n_neighbors": 0}, "n_neighbors must be at least 1, not 0"),
+        (stata, {"max_iter": -1}, "max_iter must be at least 0, not -1"),
+        (transclip, {"n_neighbors": 0}, "n_neighbors must be at least 1"),
+        (transclip, {"initial_probabilities": torch.full((4, 3), torch.nan)}, "hold NaN or infinite"),
+        (zlap, {"k": 0}, "k must be at least 1, not 0"),
+        (zlap, {"setup": "inductive"}, "unlabeled_features"),
+        (mta, {"temperature": 0}, "temperature must be above 0, not 0"),
+        (mta, {"lambda_y": 0.0}, "lambda_y must be above 0"),
+        (mta, {"neighbour_fraction": 1.5}, "neighbour_fraction must be above 0 and at most 1, not 1.5"),
+    ],
+)
+def test_options_out_of_range_are_named(method, options, message):
+    features = unit(4, 8, 16) if method is mta else unit(4, 16)
+    with pytest.raises(ValueError, match=message):
+        method(features, torch.eye(16)[:3], **options)
+
+
+@pytest.mark.parametrize("method", [*BATCH_METHODS, mta])
+def test_inputs_with_gradients_give_scores_without(method):
+    features = unit(6, 8, 16) if method is mta else unit(6, 16)
+    assert not method(features, torch.eye(16)[:3].requires_grad_()).scores.requires_grad
