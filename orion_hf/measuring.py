@@ -105,7 +105,7 @@ def measure_each(
         try:
             cells += measure(task)
         except (ValueError, OSError, RuntimeError) as error:
-            if len(tasks) == 1:
+            if len(tasks) == 1 or accelerator.num_processes > 1:  # other processes would wait for this one
                 raise
             failed = True
             accelerator.print(f"{task.name} failed: {error}", file=sys.stderr)

@@ -203,7 +203,8 @@ def _group(cell: Cell, with_seed: bool = False) -> str:
     keys = ["task", "task_digest", "model", "weights", "method", "protocol", "options", "mixed_precision", "orion_hf"]
     views = None if cell["views"] is None else {key: value for key, value in cell["views"].items() if key != "seed"}
     record = [cell[key] for key in keys] + [cell["dataset"]["source"], cell["dataset"]["split"]]
-    record += [views, cell["num_images"], cell["unlabeled"] is None]
+    support = {key: value for key, value in cell.get("support", {}).items() if with_seed or key != "draw"}
+    record += [views, support, cell["num_images"], cell["unlabeled"] is None]
     if with_seed:
         record += [cell["seed"], cell["dataset"]["fingerprint"], cell["views"], cell["unlabeled"]]
     return json.dumps(record, sort_keys=True)

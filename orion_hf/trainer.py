@@ -48,6 +48,7 @@ from .checkpoint import (
 from .class_batches import ClassBatches, mixed_seed
 from .class_prompts import ClassPrompts, class_prompt_prototypes, sentence_prototypes, tokenize_sentences
 from .geometry import GeometryReport, displacement, off_diagonal_cosines, prototype_geometry
+from .launch import on_cpu, start_accelerator
 from .loss import OrionLoss, orthonormality_gradient, orthonormality_loss
 from .modeling_orion import OrionCLIPTextModel
 from .prompt_tree import PromptPack, build_packs, encode_packs
@@ -578,16 +579,13 @@ class OrionTrainer:
 def build_accelerator(args: OrionTrainingArguments) -> Accelerator:
     """The accelerator of a launch: fp16 on CUDA, fp32 on CPU, unless the settings or accelerate say else."""
     precision: str = args.mixed_precision
-    on_cpu = (
-        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available()
-    )
     if precision == "auto":
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no" if on_cpu else "fp16")
-    if precision == "fp16" and on_cpu:
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no" if on_cpu() else "fp16")
+    if precision == "fp16" and on_cpu():
         raise ValueError("fp16 does not train on a CPU: use --mixed_precision no (or bf16).")
     if args.report_to != "none" and find_spec(args.report_to) is None:
         raise ValueError(f"--report_to {args.report_to} needs `pip install {args.report_to}`.")
-    accelerator = Accelerator(
+    accelerator = start_accelerator(
         mixed_precision=precision,
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=args.output_dir,

@@ -199,7 +199,7 @@ def test_two_processes_give_the_results_of_one(work, flags, root):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     done = subprocess.run(
         [*launch, str(root / "training" / "evaluate.py"), *flags, str(work / "two"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

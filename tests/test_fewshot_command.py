@@ -1,6 +1,9 @@
 """The few-shot command on the embedded CLIP: same draws for CLIP and ORION, resumable, and what it says it measures."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from tiny_clip_folder import train_a_little
 from orion_hf import cli
 from orion_hf.cells import read_results
 from orion_hf.commands import fewshot
-from orion_hf.features import ImageEncoder, image_features
+from orion_hf.features import ImageEncoder, digest_of, image_features
 from orion_hf.images import task_images
 from orion_hf.kshot import TIP_ADAPTER_CROP_AREA, KShotSplit, augmented_features
 from orion_hf.methods.clap import CLAP
@@ -19,6 +22,7 @@ from orion_hf.methods.coop import CoOp
 from orion_hf.methods.tip_adapter import TipAdapter
 from orion_hf.modeling_orion import OrionCLIPTextModel
 from orion_hf.protocols import student_t_975
+from orion_hf.results import comparisons
 from orion_hf.tasks import OrionTask
 
 MODEL = "embedded:tiny-clip"
@@ -65,9 +69,9 @@ def measured(monkeypatch) -> list[str]:
     ids: list[str] = []
     measure = fewshot.FewShot._measure
 
-    def counting(self, cell_id, *arguments):
-        ids.append(cell_id)
-        return measure(self, cell_id, *arguments)
+    def counting(self, cell, *arguments):
+        ids.append(digest_of(cell))
+        return measure(self, cell, *arguments)
 
     monkeypatch.setattr(fewshot.FewShot, "_measure", counting)
     return ids
@@ -214,3 +218,45 @@ def test_wrong_input_is_one_line_that_says_what_to_do(folder, tmp_path, capsys):
     (splits / f"{TASK.name}-1-1.json").write_text(json.dumps(drawn | {"labels_digest": "of other images"}))
     assert cli.main(command(tmp_path / "out", "--method", "tip_adapter", "--shots", "1", "--seeds", "1")) == 2
     assert f"{TASK.name}-1-1.json: This 1-shot split (seed 1) was drawn from other labels" in capsys.readouterr().err
+
+
+def test_two_processes_share_the_draws(flags, folder, tmp_path, root):
+    config = root / "training" / "configs" / "accelerate_cpu.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    done = subprocess.run(
+        [*launch, str(root / "training" / "fewshot.py"), *command(tmp_path / "out", *flags)[1:]],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("| tiny-land | clap") == 2  # once, with one line for each number of shots
+    one, two = ({cell["id"]: cell["top1"] for cell in read(place)["cells"]} for place in (folder, tmp_path / "out"))
+    assert one == pytest.approx(two)
+
+
+def test_published_options_of_a_task_give_way_to_the_users():
+    assert fewshot.published_options("tip_adapter", "flowers102")["alpha"] == 10.0
+    assert fewshot.published_options("tip_adapter_f", "eurosat")["epochs"] == 100
+    assert fewshot.published_options("tip_adapter", "tiny-land") == {}
+    args = fewshot.parse_arguments(["--model", MODEL, "--task", "eurosat", "--options", "tip_adapter.alpha=3"])
+    methods = fewshot.read_methods(["tip_adapter", "coop"], args.options, 100.0)
+    run = fewshot.FewShot(args, None, None, methods, None, {}, None)
+    options = run._options("tip_adapter", OrionTask.from_name("eurosat"))
+    assert (options["alpha"], options["search_scale"]) == (3.0, (12.0, 10.0))
+    assert run._options("coop", OrionTask.from_name("eurosat"))["epochs"] is None
+
+
+def test_the_test_set_is_not_learnt_from(capsys):
+    assert cli.main(["fewshot", "--model", MODEL, "--task", TASK.name, "--train_split", "test"]) == 2
+    assert "must not be tested on" in capsys.readouterr().err
+
+
+def test_another_support_split_is_another_experiment(folder):
+    cells = read(folder)["cells"]
+    others = [
+        cell | {"id": f"other-{cell['id']}", "support": cell["support"] | {"split": "validation", "draw": cell["seed"]}}
+        for cell in cells
+    ]
+    found = comparisons([*cells, *others], lambda cell_id: torch.zeros(1) if "other" in cell_id else torch.ones(1))
+    assert len(found) == 12 and all(entry["seeds"] == [1, 2] for entry in found)

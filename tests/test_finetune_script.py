@@ -218,7 +218,7 @@ def test_two_processes_with_32_classes_equal_one_with_64(clip, tmp_path, root):
     script = [str(root / "training" / "finetune.py"), "--per_device_train_batch_size", "32"]
     done = subprocess.run(
         [*launch, *script, *flags, "--output_dir", str(tmp_path / "two")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

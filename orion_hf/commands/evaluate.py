@@ -4,7 +4,7 @@ orion-hf evaluate --model openai/clip-vit-base-patch16 --orion org/orion-eurosat
     --methods zero_shot mta tpt stata zlap
 orion-hf evaluate ... --methods stata --protocol batch --k_eff 1-4 --batch_size 64 --num_tasks 1000
 accelerate launch training/evaluate.py ...                                  # the same on several GPUs
-orion-hf evaluate --model embedded:tiny-clip --task tiny-land --orion out/demo --seeds 0 1 2    # no network
+orion-hf evaluate --model embedded:tiny-clip --task tiny-land --orion out/demo --seeds 3    # no network
 
 A table comes on the screen, everything else into `results.json` (layout: `orion_hf/results.py`). The same command again
 measures only what is missing there.
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 
 from ..card import RESULTS_NAME as CARD_RESULTS_NAME
@@ -29,6 +28,7 @@ from ..evaluation import Evaluation, Protocol, TunedText, read_methods
 from ..features import ImageEncoder
 from ..files import write_json
 from ..images import task_images
+from ..launch import start_accelerator
 from ..measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
@@ -66,7 +66,7 @@ class EvaluateArguments(MeasuringArguments):
     )
     seeds: list[int] = field(
         default_factory=lambda: [0],
-        metadata={"help": "Seed views and protocols; of the tiny tasks also the images."},
+        metadata={"help": "How many (3: 0, 1 and 2) or, if several, which: they seed views, batches, tiny images."},
     )
     num_views: int = field(default=64, metadata={"help": "Views of an image, itself included (mta, tpt)."})
     output_dir: str = field(default="out/evaluate", metadata={"help": "Folder of results.json."})
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     adapters = read_adapters(args.orion or ())
     tasks = read_tasks(args, adapters)
     results = Results(args.output_dir)
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    accelerator = start_accelerator(mixed_precision=args.mixed_precision)
     encoder = ImageEncoder.from_pretrained(args.model, args.revision)
     base = OrionCLIPTextModel.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
     command = shlex.join(["orion-hf", "evaluate", *argv])
@@ -148,13 +148,15 @@ def parse_arguments(argv: Sequence[str]) -> EvaluateArguments:
     """Flags as a dataclass.
 
     Example:
-        >>> parse_arguments("--model embedded:tiny-clip --task tiny-land --seeds 0 1".split()).seeds
+        >>> parse_arguments("--model embedded:tiny-clip --task tiny-land --seeds 2".split()).seeds
         [0, 1]
     """
     description = __doc__.split("\n")[0]
     (args,) = parse_dataclasses([EvaluateArguments], argv, prog="orion-hf evaluate", description=description)
     if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
         raise ValueError(f"--seeds must be different numbers from 0 up, not {args.seeds}")
+    if len(args.seeds) == 1:  # a count, as in the other commands
+        args.seeds = list(range(max(1, args.seeds[0])))
     if args.save_to_adapter and args.class_prompts is not None:
         raise ValueError("--save_to_adapter is about the classifier of the task's template: leave out --class_prompts")
     args.check_positive("images_per_class", "image_batch_size")

@@ -8,6 +8,11 @@ A seed draws the images of every class, their crops and the order of training; C
 differences are paired. The prototypes are where CLAP and its relatives start and the text half of Tip-Adapter; CoOp
 learns its context under CLIP's or ORION's text encoder, which stays as it is. The test split is the same for all.
 
+Options are the published ones, for some tasks of their own (Tip-Adapter's alpha, CoOp's epochs on ImageNet). In two
+things all methods are alike where their own code differs: prototypes are of the task's evaluation template, names
+without underscores (CLAP's code averages eight templates on ImageNet), and a class with fewer images than shots is
+taken whole (Tip-Adapter's code repeats some).
+
 The draws are kept in `splits/` and used again, everything measured in `results.json` (layout: `orion_hf/results.py`;
 a cell has one value, its accuracy, and intervals are over seeds). The same command again measures only what is missing.
 """
@@ -17,19 +22,21 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
 from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from ..class_prompts import ClassPrompts, class_prompt_prototypes
@@ -38,12 +45,13 @@ from ..features import ImageEncoder, ImageFeatures, digest_of, image_features, w
 from ..files import write_whole
 from ..images import task_images
 from ..kshot import COOP_CROP_AREA, SHOTS, TIP_ADAPTER_CROP_AREA, KShotSplit, augmented_features, k_shot_split
+from ..launch import start_accelerator
 from ..layout import aligned_table
 from ..measuring import MeasuringArguments, measure_each, read_adapters, read_tasks, versions
 from ..methods.clap import CLAP, CLIPAdapter, LinearProbe, TaskRes, ZeroShotLinearProbe
 from ..methods.coop import CoOp
 from ..methods.estimator import Estimator
-from ..methods.tip_adapter import TipAdapter, TipAdapterF
+from ..methods.tip_adapter import PUBLISHED, TipAdapter, TipAdapterF, published_settings
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
 from ..results import Cell, Results, comparisons, pooled_summary
@@ -91,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     read_methods(args.method, args.options, logit_scale=1.0)  # a misspelt one should not cost the loading of a model
     adapters = read_adapters(args.orion or ())
     tasks = read_tasks(args, adapters)
-    accelerator = Accelerator()
+    accelerator = start_accelerator()
     encoder = ImageEncoder.from_pretrained(args.model, args.revision)
     base = OrionCLIPTextModel.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
     command = shlex.join(["orion-hf", "fewshot", *argv])
@@ -143,6 +151,10 @@ class Start:
         return cls(text_model, text_model.encode(task.prompts(), normalize=False), tuned)
 
 
+# Its id, all that its accuracy depends on, and what it is measured with.
+DescribedCell: TypeAlias = "tuple[str, Cell, Start, SupportSet]"
+
+
 @dataclass
 class FewShot:
     """Runs the cells of one command.
@@ -162,6 +174,7 @@ class FewShot:
     results: Results
     run: dict[str, Any]
     accelerator: Accelerator
+    _fresh: list[tuple[str, Cell, Tensor]] = field(default_factory=list)  # measured here, not told to the others yet
 
     @cached_property
     def _weights(self) -> str:
@@ -183,15 +196,45 @@ class FewShot:
         train = LabelledImages(images_of(args.train_split), args.train_split, self._plain_features, task.num_classes)
         test_images = images_of(args.split, images_per_class=args.images_per_class)
         test = LabelledImages(test_images, args.split, self._plain_features, task.num_classes)
+        test.plain  # noqa: B018  # encoded by all processes together, before each goes its own way
         draws = [(seed, shots) for seed in range(1, args.seeds + 1) for shots in args.shots]
-        bar = tqdm(draws, desc=task.name, unit="draw", disable=not self.accelerator.is_main_process)
-        return [
-            cell
-            for seed, shots in bar
-            for cell in self._run_draw(task, starts, train, test, shots, seed, class_prompts)
-        ]
+        processes = self.accelerator.num_processes
+        found: list[str] = []
+        with tqdm(total=len(draws), desc=task.name, unit="draw", disable=not self.accelerator.is_main_process) as bar:
+            for first in range(0, len(draws), processes):
+                at_once = draws[first : first + processes]  # one for each process
+                for process, (seed, shots) in enumerate(at_once):
+                    cells = self._cells_of_draw(task, starts, train, test, shots, seed, class_prompts)
+                    found += [cell_id for cell_id, *_ in cells]
+                    if process == self.accelerator.process_index:
+                        self._measure_missing(cells, test, task)
+                self._exchange()
+                bar.update(len(at_once))
+        return [self.results.cells[cell_id] for cell_id in found]
 
-    def _run_draw(
+    def _measure_missing(self, cells: Sequence[DescribedCell], test: LabelledImages, task: OrionTask) -> None:
+        for cell_id, cell, start, support in cells:
+            if self.results.outcomes(cell_id) is None:
+                measured, accuracy = self._measure(cell, start, support, test, task)
+                if self.accelerator.num_processes == 1:
+                    self.results.add(cell_id, measured, accuracy, self.run)
+                else:
+                    self._fresh.append((cell_id, measured, accuracy))
+
+    def _exchange(self) -> None:
+        """Give every process what the others have measured; one of them writes it."""
+        if self.accelerator.num_processes > 1:
+            for cell_id, measured, accuracy in gather_object(self._fresh):
+                self.results.add(cell_id, measured, accuracy, self.run, write=self.accelerator.is_main_process)
+            self._fresh.clear()
+
+    def _options(self, method: str, task: OrionTask) -> dict[str, Any]:
+        """Published options of a method, those of this task included, and over them what the user assigned."""
+        assigned = {assignment.partition("=")[0] for assignment in self.args.options}
+        own = published_options(method, task.name)
+        return self.methods[method] | {key: value for key, value in own.items() if f"{method}.{key}" not in assigned}
+
+    def _cells_of_draw(
         self,
         task: OrionTask,
         starts: Mapping[str, Start],
@@ -200,12 +243,13 @@ class FewShot:
         shots: int,
         seed: int,
         class_prompts: tuple[str, ClassPrompts] | None,
-    ) -> list[Cell]:
+    ) -> list[DescribedCell]:
         """All methods and prototypes on one support set."""
         split = self._split(task, support_labels(train), shots, seed)
         support = SupportSet(self, train, split)
-        found = []
-        for method, options in self.methods.items():
+        found: list[DescribedCell] = []
+        for method in self.methods:
+            options = self._options(method, task)
             for kind, start in starts.items():
                 cell = describe_cell(
                     task,
@@ -231,24 +275,25 @@ class FewShot:
                         "area": list(crop_area(method)),
                     },
                 }
-                cell_id = digest_of(cell)
-                if self.results.outcomes(cell_id) is None:
-                    self._measure(cell_id, cell, start, support, test, task)
-                found.append(self.results.cells[cell_id])
+                found.append((digest_of(cell), cell, start, support))
         return found
 
     def _measure(
-        self, cell_id: str, cell: Cell, start: Start, support: SupportSet, test: LabelledImages, task: OrionTask
-    ) -> None:
+        self, cell: Cell, start: Start, support: SupportSet, test: LabelledImages, task: OrionTask
+    ) -> tuple[Cell, Tensor]:
+        """The cell with what was measured, and its accuracy ``(1,)``."""
         device = self.accelerator.device
         test_set = (test.plain.features.to(device), test.labels.to(device))
         features = support.features(cell["method"]).to(device)
         begin = time.perf_counter()
-        estimator = self._estimator(cell["method"], start.text_model, task, cell["seed"])
+        estimator = build_estimator(cell, start.text_model, task)
         selection = cell["options"].get("selection", "none")
-        labelled: dict[str, Any] = {"validation": support.validation()} if selection == "validation" else {}
+        labelled: dict[str, Any] = {}
         if selection == "published_on_test":
             labelled["test"] = test_set
+        # Where the published code selects on the test set, it searches beta and alpha there for ImageNet alone.
+        if selection == "validation" or (selection == "published_on_test" and task.name != "imagenet"):
+            labelled["validation"] = support.validation()
         fit: Any = estimator.fit  # type: ignore[attr-defined]
         fit(features, support.labels.to(device), start.prototypes, **labelled)
         measured = {
@@ -258,16 +303,7 @@ class FewShot:
             "unreadable": list(test.plain.unreadable),
             "seconds": round(time.perf_counter() - begin, 3),
         }
-        accuracy = torch.tensor([estimator.score(*test_set)], dtype=torch.float64)
-        self.results.add(cell_id, cell | measured, accuracy, self.run, write=self.accelerator.is_main_process)
-
-    def _estimator(self, method: str, text_model: OrionCLIPTextModel, task: OrionTask, seed: int) -> Estimator:
-        kind, options = METHODS[method], dict(self.methods[method])
-        if "random_state" in kind.__signature__.parameters:
-            options["random_state"] = seed
-        if kind is CoOp:
-            return CoOp(text_model, text_model.tokenizer, task.class_names, **options)
-        return kind(**options)
+        return cell | measured, torch.tensor([estimator.score(*test_set)], dtype=torch.float64)
 
     def _split(self, task: OrionTask, labels: Tensor, shots: int, seed: int) -> KShotSplit:
         """The draw in the output folder, or a new one that is put there."""
@@ -340,9 +376,22 @@ class SupportSet:
         rows = self._split.validation
         if not rows:
             raise ValueError("selection=validation: all labelled images are in the support set; lower --shots")
-        found = self._run._plain_features(self._train.dataset.select(rows), self._run.args.train_split)
-        device = self._run.accelerator.device
-        return found.features.to(device), support_labels(self._train)[rows][found.rows].to(device)
+        device, encoder = self._run.accelerator.device, self._run.encoder
+        encoder.clip.to(device)
+        features = torch.cat(
+            [raw_features(encoder, self._images(part)) for part in batched(rows, self._run.args.image_batch_size)]
+        )
+        return normalize(features, dim=-1).to(device), support_labels(self._train)[rows].to(device)
+
+    def _images(self, rows: Sequence[int]) -> list:
+        """Pictures of the training set, in RGB."""
+        try:
+            return [image.convert("RGB") for image in self._train.dataset.select(rows)["image"][:]]
+        except (OSError, SyntaxError) as error:  # what PIL raises of damaged files
+            raise ValueError(
+                f"a training image drawn with seed {self._split.seed} cannot be read ({error}): take it out of the "
+                "dataset, and remove the folder splits/ of --output_dir"
+            ) from error
 
     def _load_or_encode(self, path: Path, recipe: dict[str, Any]) -> Tensor:
         try:
@@ -352,7 +401,7 @@ class SupportSet:
         encoder = self._run.encoder
         encoder.clip.to(self._run.accelerator.device)
         features = augmented_features(
-            self._train.dataset.select(self._split.train)["image"][:],
+            self._images(self._split.train),
             partial(raw_features, encoder),
             **recipe,
             size=encoder.image_size,
@@ -362,6 +411,34 @@ class SupportSet:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: save_file({"features": features.contiguous()}, temporary))
         return features
+
+
+def batched(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Consecutive parts of at most ``size`` rows."""
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def published_options(method: str, task: str) -> dict[str, Any]:
+    """Options that the authors of a method chose for one task.
+
+    Example:
+        >>> published_options("coop", "imagenet"), published_options("clap", "imagenet")
+        ({'epochs': 50}, {})
+    """
+    if method.startswith("tip_adapter") and task in PUBLISHED:
+        epochs = {"epochs": 100} if (method, task) == ("tip_adapter_f", "eurosat") else {}
+        return published_settings(task) | epochs
+    return {"epochs": 50} if (method, task) == ("coop", "imagenet") else {}
+
+
+def build_estimator(cell: Cell, text_model: OrionCLIPTextModel, task: OrionTask) -> Estimator:
+    """The estimator of a cell, not fitted."""
+    kind, options = METHODS[cell["method"]], dict(cell["options"])
+    if "random_state" in kind.__signature__.parameters:
+        options["random_state"] = cell["seed"]
+    if kind is CoOp:
+        return CoOp(text_model, text_model.tokenizer, task.class_names, **options)
+    return kind(**options)
 
 
 def support_labels(images: LabelledImages) -> Tensor:
@@ -394,6 +471,8 @@ def parse_arguments(argv: Sequence[str]) -> FewshotArguments:
     args.check_positive("seeds", "passes", "images_per_class", "image_batch_size")
     if min(args.shots) < 1 or len(set(args.shots)) < len(args.shots):
         raise ValueError(f"--shots must be different numbers from 1 up, not {args.shots}")
+    if args.train_split == args.split:
+        raise ValueError(f"--train_split and --split are both {args.split}: what is learnt from must not be tested on.")
     return args
 
 
@@ -425,7 +504,9 @@ def few_shot_table(cells: Sequence[Cell], results: Results) -> str:
     kinds = [kind for kind in ("clip", "orion") if any(cell["prototypes"] == kind for cell in cells)]
     groups: dict[tuple[str, str, int], dict[str, list[Cell]]] = {}
     for cell in cells:
-        line = groups.setdefault((cell["task"], cell["method"], cell["protocol"]["shots"]), {})
+        chosen_on_test = cell["options"].get("selection") == "published_on_test"
+        method = f"{cell['method']} (selected on test)" if chosen_on_test else cell["method"]
+        line = groups.setdefault((cell["task"], method, cell["protocol"]["shots"]), {})
         line.setdefault(cell["prototypes"], []).append(cell)
     names = {"clip": "CLIP", "orion": "ORION"}
     rows = [["task", "method", "shots", *(names[kind] for kind in kinds)]]
