@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -394,6 +394,7 @@ class Evaluation:
     accelerator: Accelerator
     num_views: int
     extraction: dict[str, Any]
+    _rehearsed: set[str] = field(default_factory=set)  # methods that have been tried with their options
 
     @cached_property
     def _weights(self) -> str:
@@ -476,8 +477,10 @@ class Evaluation:
         unlabeled: Dataset | None,
         task: OrionTask,
     ) -> None:
-        features = images.plain if views is None else images.of_views(views)
         options = dict(cell["options"])
+        if info.name not in self._rehearsed:
+            self._rehearse(info, classifier, options, views, task)
+        features = images.plain if views is None else images.of_views(views)
         if unlabeled is not None:
             found = self._features(unlabeled, options["unlabeled_features"], None)
             options["unlabeled_features"] = found.features.to(self.accelerator.device)
@@ -495,6 +498,21 @@ class Evaluation:
             "seconds": round(time.perf_counter() - start, 3),
         }
         self.results.add(cell_id, cell | measured, outcomes, self.run, write=self.accelerator.is_main_process)
+
+    def _rehearse(
+        self, info: MethodInfo, classifier: Classifier, options: dict[str, Any], views: Views | None, task: OrionTask
+    ) -> None:
+        """One call on random features: an option out of range should not cost the extraction of all images."""
+        count = (8,) if views is None else (1, views.count)
+        rng = torch.Generator().manual_seed(0)
+        rows = normalize(torch.randn(*count, classifier.prototypes.shape[1], generator=rng), dim=-1)
+        if options.get("unlabeled_features"):
+            options = options | {"unlabeled_features": rows.to(self.accelerator.device)}
+        if views is None:
+            self._batch_predictor(info, rows, classifier, options)(torch.arange(len(rows)))
+        else:
+            self._view_predictor(info, rows, classifier, options, task)
+        self._rehearsed.add(info.name)
 
     def _batch_predictor(
         self, info: MethodInfo, features: Tensor, classifier: Classifier, options: dict[str, Any]

@@ -342,6 +342,21 @@ def test_options_are_read_as_their_types_say():
             read(method, assignment)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "mta", "--num_views", "3"], "3 views are too few"),
+        (["--methods", "tpt", "--num_views", "9"], "9 views are too few"),
+        (["--methods", "stata", "--options", "stata.n_neighbors=0"], "n_neighbors must be at least 1"),
+        (["--methods", "zlap", "--options", "zlap.setup=inductive"], "unlabeled_features"),
+    ],
+)
+def test_bad_options_are_found_before_any_image_is_encoded(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("orion_hf.evaluation.image_features", lambda *_, **__: pytest.fail("images were encoded"))
+    assert cli.main(["evaluate", "--model", MODEL, "--task", "tiny-land", "--output_dir", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_runs_of_one_folder_that_differ_in_more_than_the_seed_are_not_pooled(tmp_path):
     command = ["evaluate", "--model", MODEL, "--task", "tiny-land", "--images_per_class", "2"]
     command += ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
