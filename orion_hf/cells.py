@@ -7,6 +7,7 @@ for cell in read_results(["out/eurosat/results.json", "out/dtd"]):
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from .files import read_json
-from .results import PROTOTYPES, RESULTS_NAME
+from .protocols import effective_classes
+from .results import FORMAT_VERSION, PROTOTYPES, RESULTS_NAME
 
 BASELINE, ORION = "clip", "orion"  # kinds of prototypes; gains are over the first
 _LARGEST_FILE = 256 * 2**20
+# What came out of a run, or only numbers it; all else that is recorded says which cell it is.
+_OUTCOMES = {
+    "id", "run", "top1", "stderr", "low", "high", "unit", "n_tasks", "unreadable", "seconds", "error",
+    "stopped", "steps", "displacement", "mean_cosine",
+}  # fmt: skip
+_OF_HEADER = ("task", "model", "method", "seed", "protocol", "options", "views", "dataset", "num_images", "adapter")
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,16 @@ class MeasuredCell:
         top1: percent.
         seed: of the run.
         protocol: "full", "batch" or "online".
-        conditions: what else must be equal for cells to be averaged or compared: options, batch size, shots, ...
-        adapter: which ORION weights the prototypes are from.
+        conditions: what else must be equal in all cells of a table: options, batch size, shots, ...
+        num_images: how many were classified.
+        origin: what else must be equal in all seeds of a task: source of the images, weights, versions, ...
+        draw: what a seed may change: which images, which support set.
+        adapter: which ORION weights the prototypes are from; ``adapter_name`` is what people call them.
         half_width, gain_half_width: of the cell's own intervals, over images, tasks or streams, in points.
-        sweep: training settings that a sweep varied; None for other runs.
+        pooled, pooled_gain_half_width: ids of the seeds that the file compared together, and the interval of that.
+        sweep: training settings that a sweep varied; None for other runs. ``training``: those that it did not.
+        error: why a run of a sweep has no accuracy; ``top1`` is NaN then.
+        id: the file's name of the cell.
         source: file it was read from.
     """
 
@@ -46,10 +60,18 @@ class MeasuredCell:
     protocol: str = "full"
     conditions: Mapping[str, Any] = field(default_factory=dict)
     num_images: int | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    draw: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+    adapter_name: str | None = None
     half_width: float | None = None
     gain_half_width: float | None = None
+    pooled: frozenset[str] = frozenset()
+    pooled_gain_half_width: float | None = None
     sweep: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    id: str | None = None
     source: str = ""
 
     @property
@@ -61,9 +83,14 @@ class MeasuredCell:
         return self.model, self.method, self.protocol, canonical(conditions), canonical(self.sweep)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What is equal in all seeds of one task besides the setting."""
+        return {"images": self.num_images, **self.origin, "class_prompts": self.conditions.get("class_prompts")}
+
+    @property
     def pair(self) -> tuple[str, ...]:
-        """What is equal in the two cells of a pair: setting, task, seed, number of images, prompts."""
-        return *self.setting, self.task, str(self.seed), str(self.num_images), canonical(self.conditions)
+        """What is equal in the two cells of a pair: setting, task, seed, images, support set, prompts."""
+        return *self.setting, self.task, str(self.seed), canonical(self.facts), canonical(self.draw)
 
 
 def canonical(value: Any) -> str:
@@ -74,19 +101,20 @@ def canonical(value: Any) -> str:
 def read_results(paths: Iterable[str | os.PathLike]) -> list[MeasuredCell]:
     """Cells of results files; of a folder, all ``results.json`` in it and below.
 
-    A cell that several files hold is taken once; two that differ in nothing but their accuracy are an error.
+    A cell that several files hold is taken once; two that differ in nothing but their accuracy are an error. Runs of a
+    sweep that failed are among them, with their ``error``.
     """
-    cells: dict[tuple, MeasuredCell] = {}
+    cells: dict[str, MeasuredCell] = {}
     for path in results_files(paths):
-        for cell in _read_file(path):
-            key = (cell.pair, cell.prototypes, cell.adapter)
-            known = cells.setdefault(key, cell)
-            if known.top1 != cell.top1:
+        for identity, cell in _read_file(path):
+            known = cells.setdefault(identity, cell)
+            if known.error is None and cell.error is None and not math.isclose(known.top1, cell.top1, abs_tol=1e-9):
+                files = dict.fromkeys([known.source, cell.source])
                 raise ValueError(
-                    f"{known.source} and {cell.source} disagree on {cell.method} with {cell.prototypes} prototypes, "
+                    f"{' and '.join(files)} disagree on {cell.method} with {cell.prototypes} prototypes, "
                     f"task {cell.task!r}, seed {cell.seed}: {known.top1:.2f} and {cell.top1:.2f}. Leave one out."
                 )
-    if not cells:
+    if all(cell.error is not None for cell in cells.values()):
         raise ValueError("the results hold no measured cell: run orion-hf evaluate, fewshot or sweep first")
     return list(cells.values())
 
@@ -95,6 +123,8 @@ def results_files(paths: Iterable[str | os.PathLike]) -> list[Path]:
     """The files meant by ``paths``: themselves, or those called ``results.json`` below a folder."""
     files = []
     for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder. Give a {RESULTS_NAME}, or a folder that holds some.")
         found = sorted(path.rglob(RESULTS_NAME)) if path.is_dir() else [path]
         if not found:
             raise ValueError(f"{path} has no {RESULTS_NAME}, nor has a folder below it")
@@ -114,10 +144,16 @@ def _read_json(path: str | os.PathLike) -> dict[str, Any]:
         data = {"cells": data}
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds no results: expected a JSON object with 'cells'")
+    version = data.get("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version {str(version)[:20]}, and this orion-hf reads up to {FORMAT_VERSION}: update it."
+        )
     return data
 
 
-def _read_file(path: Path) -> list[MeasuredCell]:
+def _read_file(path: Path) -> list[tuple[str, MeasuredCell]]:
+    """Cells, each with what tells it from all others."""
     data = _read_json(path)
     rows = data.get("cells")
     if rows is None and isinstance(data.get("top1"), dict):
@@ -130,8 +166,13 @@ def _read_file(path: Path) -> list[MeasuredCell]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"{path}: cell {number} is no JSON object")
-        if row.get("top1") is not None:  # a run that failed has none
-            cells.append(_cell(row, data, intervals, f"{path}: cell {number}", str(path)))
+        if row.get("top1") is None and not row.get("sweep"):  # not finished; of a sweep it is a run that failed
+            continue
+        cell = _cell(row, data, intervals, f"{path}: cell {number}", str(path))
+        recorded = {key: data[key] for key in _OF_HEADER if key in data} | row
+        recorded = {key: value for key, value in recorded.items() if key not in _OUTCOMES}
+        # Two names of one scenario are no difference.
+        cells.append((canonical([recorded | {"protocol": cell.protocol}, cell.conditions]), cell))
     return cells
 
 
@@ -153,7 +194,11 @@ def _rows_of_summary(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cell(
-    row: dict[str, Any], header: dict[str, Any], gain_half_widths: dict[str, float | None], where: str, source: str
+    row: dict[str, Any],
+    header: dict[str, Any],
+    intervals: dict[str, tuple[frozenset[str], float | None]],
+    where: str,
+    source: str,
 ) -> MeasuredCell:
     def read(key: str, kind: Any, default: Any = None) -> Any:
         value = row.get(key, header.get(key))
@@ -165,18 +210,18 @@ def _cell(
     task, model = read("task", str), read("model", str)
     if task is None or model is None:
         raise ValueError(f"{where}: 'task' or 'model' is missing")
-    top1 = read("top1", (int, float))
-    if not 0 <= top1 <= 1:
+    failed = row.get("top1") is None
+    top1 = math.nan if failed else read("top1", (int, float))
+    if not failed and not 0 <= top1 <= 1:
         raise ValueError(f"{where}: 'top1' must be a share from 0 to 1, got {top1}")
     protocol = read("protocol", dict, {})
-    conditions = {**read("options", dict, {}), **{key: value for key, value in protocol.items() if key != "kind"}}
-    views, dataset = read("views", dict, {}), read("dataset", dict, {})
-    if "count" in views:  # whether they are mixed depends on the task
-        conditions["num_views"] = views["count"]
-    if dataset.get("split", "test") != "test":
-        conditions["split"] = dataset["split"]
-    if read("mixed_precision", str, "no") != "no":
-        conditions["mixed_precision"] = read("mixed_precision", str)
+    views, support = read("views", dict, {}), read("support", dict, {})
+    texts = dict(read("measured_on", dict, {}))  # of a sweep: images and texts
+    images = {"source": texts.pop("images", None), "split": texts.pop("split", None) or "test"}
+    dataset = read("dataset", dict, images)
+    sweep, training = read("sweep", dict), read("training", dict, {})
+    compared, gain_half_width = intervals.get(str(row.get("id")), (frozenset(), None))
+    alone = len(compared) < 2
     return MeasuredCell(
         task=task,
         model=model,
@@ -185,24 +230,77 @@ def _cell(
         top1=100 * top1,
         seed=read("seed", int, 0),
         protocol=str(protocol.get("kind", "full")),
-        conditions=conditions,
+        conditions=_conditions(
+            read("options", dict, {}), protocol, views, dataset, support, read("mixed_precision", str, "no"), where
+        ),
         num_images=read("num_images", int),
+        origin={
+            "source": dataset.get("source"),
+            "crops": support.get("area"),
+            "augmix": views.get("augmix"),
+            "unlabelled images": row.get("unlabeled") is not None,
+            "orion_hf": row.get("orion_hf"),
+            "task": row.get("task_digest"),
+            "revision": row.get("revision"),
+            "weights": row.get("weights"),
+            **texts,
+        },
+        draw={
+            "fingerprint": dataset.get("fingerprint"),
+            "support": support.get("fingerprint"),
+            "support set": support.get("draw"),
+            "views": views.get("seed"),
+            "unlabelled images": row.get("unlabeled"),
+        },
         adapter=read("adapter_weights", str) or read("adapter", str),
+        adapter_name=read("adapter", str) or read("adapter_weights", str),
         half_width=_half_width(row),
-        gain_half_width=gain_half_widths.get(str(row.get("id"))),
-        sweep=read("sweep", dict),
+        gain_half_width=gain_half_width if alone else None,
+        pooled=compared,
+        pooled_gain_half_width=gain_half_width,
+        sweep=sweep,
+        training={key: value for key, value in training.items() if key not in (sweep or {}) and key != "seed"},
+        error=str(row.get("error") or "failed") if failed else None,
+        id=None if row.get("id") is None else str(row["id"]),
         source=source,
     )
 
 
-def _gain_half_widths(comparisons: Any) -> dict[str, float | None]:
-    """Cell id -> interval of its paired difference, which only the file's outcomes can give; of single seeds."""
-    entries = comparisons if isinstance(comparisons, list) else []
-    return {
-        str(entry["cells"][0]): _half_width(entry)
-        for entry in entries
-        if isinstance(entry, dict) and isinstance(entry.get("cells"), list) and len(entry["cells"]) == 1
-    }
+def _conditions(
+    options: dict[str, Any],
+    protocol: dict[str, Any],
+    views: dict[str, Any],
+    dataset: dict[str, Any],
+    support: dict[str, Any],
+    mixed_precision: str,
+    where: str,
+) -> dict[str, Any]:
+    conditions = {**options, **{key: value for key, value in protocol.items() if key != "kind"}}
+    if conditions.get("k_eff") is not None:
+        try:
+            classes = effective_classes(str(conditions["k_eff"]))
+        except ValueError as error:
+            raise ValueError(f"{where}: 'k_eff': {error}") from error
+        conditions["k_eff"] = "all" if classes is None else f"{classes[0]}-{classes[1]}"
+    if "count" in views:  # whether they are mixed depends on the task
+        conditions["num_views"] = views["count"]
+    if dataset.get("split", "test") != "test":
+        conditions["split"] = dataset["split"]
+    if support.get("split", "train") != "train":
+        conditions["support_split"] = support["split"]
+    if mixed_precision != "no":
+        conditions["mixed_precision"] = mixed_precision
+    return conditions
+
+
+def _gain_half_widths(comparisons: Any) -> dict[str, tuple[frozenset[str], float | None]]:
+    """Cell id -> ids of the cells compared with it, and the interval, which only the file's outcomes can give."""
+    found: dict[str, tuple[frozenset[str], float | None]] = {}
+    for entry in comparisons if isinstance(comparisons, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("cells"), list):
+            members = frozenset(map(str, entry["cells"]))
+            found |= dict.fromkeys(members, (members, _half_width(entry)))
+    return found
 
 
 def _half_width(row: dict[str, Any]) -> float | None:

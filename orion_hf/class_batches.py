@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .prompt_tree import PromptPack, build_packs, trim_prompts
 from .tasks import OrionTask
+from .training_args import setting_choices
 
 
 class ClassBatches:
@@ -41,6 +42,10 @@ class ClassBatches:
         node_budget: int = 512,
         seed: int = 0,
     ):
+        choices = setting_choices()["class_text"]
+        if class_text not in choices:
+            raise ValueError(f"class_text must be one of {', '.join(choices)}, got {class_text!r}.")
+
         def tokenize(texts: list[str]) -> list[list[int]]:
             return trim_prompts(tokenizer(texts, verbose=False)["input_ids"], eos_token_id)
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +33,8 @@ from .tasks import format_prompt
 if TYPE_CHECKING:
     from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
+LARGEST_FILE = 64 * 2**20  # bytes; the files of the paper have at most a few megabytes
+_ADVICE = "Give a UTF-8 file {class name: [sentence, ...]}."
 # Class of a built-in task -> the key of the CuPL file, where no rule of spelling connects them. Caltech101's "face" is
 # missing on purpose: the file has a centered and an off-center face, and which one is meant is for the user to say.
 OTHER_NAMES = {
@@ -57,12 +61,14 @@ class ClassPrompts:
         sentences: for each class its sentences; none where the file has none.
         keys: for each class the spelling in the file, or None.
         unused_keys: names in the file that are no class of the task.
+        source: where the sentences are from, for messages.
     """
 
     class_names: tuple[str, ...]
     sentences: tuple[tuple[str, ...], ...]
     keys: tuple[str | None, ...]
     unused_keys: tuple[str, ...] = ()
+    source: str = "The prompt file"
 
     @property
     def unmapped(self) -> tuple[str, ...]:
@@ -79,9 +85,9 @@ class ClassPrompts:
             near = near or difflib.get_close_matches(name, self.unused_keys, n=3, cutoff=0.5)
             lines.append(f"{name!r}" + (f" (near: {', '.join(map(repr, near))})" if near else ""))
         raise ValueError(
-            f"The prompt file has no sentences for {len(lines)} of {len(self.class_names)} classes: "
-            f"{'; '.join(lines)}. "
-            "Rename its keys, or map them with aliases={class name: key}."
+            f"{self.source} has no sentences for {len(lines)} of {len(self.class_names)} classes: "
+            f"{'; '.join(lines)}. Rename the keys there to the names of the classes "
+            "(in Python, load_class_prompts(..., aliases={class name: key}) does without)."
         )
 
     def flat(self) -> tuple[list[str], Tensor]:
@@ -97,7 +103,7 @@ class ClassPrompts:
             (*(format_prompt(template, name) for template in templates), *own)
             for name, own in zip(self.class_names, self.sentences, strict=True)
         )
-        return ClassPrompts(self.class_names, sentences, self.keys, self.unused_keys)
+        return replace(self, sentences=sentences)
 
 
 def load_class_prompts(
@@ -110,19 +116,64 @@ def load_class_prompts(
         class_names: K names in label order.
         aliases: ``{class name: name in the file}``, before any rule.
     """
+    return match_class_prompts(read_prompt_file(path), class_names, aliases, source=str(path))
+
+
+def read_prompt_file(path: str | Path) -> dict[str, list[str]]:
+    """The sentences of a prompt file as they are; what cannot be used is one error that names the file."""
+    # Not `files.read_json`: editors write these files, so a byte-order mark is fine and a repeated key is likely.
+    if os.path.getsize(path) > LARGEST_FILE:
+        raise ValueError(f"{path}: more than {LARGEST_FILE} bytes. {_ADVICE}")
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not UTF-8 JSON: {error}") from error
-    return match_class_prompts(_check_record(record, path), class_names, aliases)
+        record = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a prompt file ({error}). {_ADVICE}") from error
+    return check_sentences(record, path)
+
+
+def check_sentences(record: Any, source: str | Path) -> dict[str, list[str]]:
+    """``{class name: [sentence, ...]}`` or a ValueError that names ``source`` and the class at fault.
+
+    Example:
+        >>> check_sentences({"dog": "A dog."}, "dogs.json")
+        Traceback (most recent call last):
+        ValueError: dogs.json: 'dog' must have a list of at least one sentence.
+    """
+    if not isinstance(record, Mapping) or not record:
+        raise ValueError(f"{source} must hold an object {{class name: [sentence, ...]}}, with at least one class.")
+    for name, sentences in record.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: the class name {name!r} is not a string.")
+        if (
+            not isinstance(sentences, Sequence)
+            or isinstance(sentences, (str, bytes))
+            or not sentences
+            or not all(isinstance(sentence, str) for sentence in sentences)
+        ):
+            raise ValueError(f"{source}: {name!r} must have a list of at least one sentence.")
+        if any(map(_SURROGATE.search, (name, *sentences))):
+            raise ValueError(
+                f"{source}: {name!a} has text with half a character (an unpaired surrogate, \\ud800 to \\udfff), "
+                "which cannot be tokenized: write the whole character."
+            )
+    return {name: list(sentences) for name, sentences in record.items()}
 
 
 def match_class_prompts(
-    record: Mapping[str, Sequence[str]], class_names: Sequence[str], aliases: Mapping[str, str] | None = None
+    record: Mapping[str, Sequence[str]],
+    class_names: Sequence[str],
+    aliases: Mapping[str, str] | None = None,
+    source: str = "The prompt file",
 ) -> ClassPrompts:
     """Match ``{name: sentences}`` to class names, the strictest rule of spelling first.
 
     A class that a rule connects to two names of the file stays unmapped.
+
+    Args:
+        record: the sentences.
+        class_names: K names in label order.
+        aliases: ``{class name: name in the record}``, before any rule.
+        source: where the record is from, for messages.
 
     Example:
         >>> match_class_prompts({"Hotel (outdoor)": ["An inn."]}, ["outdoor_hotel", "abbey"]).keys
@@ -131,7 +182,7 @@ def match_class_prompts(
     aliases = dict(aliases or {})
     for name, key in aliases.items():
         if name not in class_names or key not in record:
-            missing = f"class {name!r}" if name not in class_names else f"name {key!r} in the prompt file"
+            missing = f"class {name!r}" if name not in class_names else f"name {key!r} in {source}"
             raise ValueError(f"aliases maps {name!r} to {key!r}, but there is no {missing}.")
     tables = []
     for rule in _RULES:
@@ -141,7 +192,8 @@ def match_class_prompts(
         tables.append((rule, table))
     keys = tuple(aliases.get(name) or _find_key(name, tables) for name in class_names)
     sentences = tuple(() if key is None else tuple(record[key]) for key in keys)
-    return ClassPrompts(tuple(class_names), sentences, keys, tuple(key for key in record if key not in keys))
+    used = set(keys)
+    return ClassPrompts(tuple(class_names), sentences, keys, tuple(key for key in record if key not in used), source)
 
 
 def sentence_prototypes(text_embeds: Tensor, class_index: Tensor, num_classes: int) -> Tensor:
@@ -232,6 +284,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[\W_]+", "", _reordered(name))
 
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _RULES: tuple[Callable[[str], str], ...] = (_spaces, _lower, _reordered, _letters)
 
 
@@ -247,10 +300,10 @@ def _find_key(name: str, tables: Sequence[tuple[Callable[[str], str], dict[str, 
     return None
 
 
-def _check_record(record: Any, path: str | Path) -> dict[str, list[str]]:
-    if not isinstance(record, dict) or not record:
-        raise ValueError(f"{path} must hold an object {{class name: [sentence, ...]}}, with at least one class.")
-    for name, sentences in record.items():
-        if not isinstance(sentences, list) or not sentences or not all(isinstance(s, str) for s in sentences):
-            raise ValueError(f"{path}: {name!r} must have a list of at least one sentence.")
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a repeated key `json` would keep the last sentences and say nothing."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{repeated!a} is there more than once: put all its sentences under one key")
     return record

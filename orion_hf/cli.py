@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import pkgutil
 import sys
 from importlib import import_module
@@ -39,6 +40,9 @@ def run(name: str, argv: list[str] | None = None) -> int:
     """Run ``orion_hf/commands/NAME.py`` and turn its expected errors into one line each."""
     try:
         return import_module(f"{commands.__name__}.{name}").main(argv)
+    except BrokenPipeError:  # `| head` has read enough; what Python still wants to print at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(f"orion-hf {name}: {reason}", file=sys.stderr)

@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
+import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from .files import read_json, write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 SHOTS = (1, 2, 4, 8, 16)
 COOP_CROP_AREA = (0.08, 1.0)
 TIP_ADAPTER_CROP_AREA = (0.5, 1.0)
+FILLS = ("smaller", "replacement")
+LARGEST_JSON = 64 * 2**20  # bytes; a position takes about ten
+_ADVICE = "Give a file written by save_json(), or draw a new split."
 _CROP_RATIO = (3 / 4, 4 / 3)
 
 
@@ -57,26 +62,47 @@ class KShotSplit:
 
     def check(self, labels: Iterable[int], validation_labels: Iterable[int] | None = None) -> None:
         """Raise if the split was drawn from other labels than these: its positions would mean other images."""
-        if _digest(_as_list(labels), _as_list(validation_labels)) != self.labels_digest:
+        given, held_out = _indices(labels), _indices(validation_labels)
+        if _digest(given, held_out) != self.labels_digest:
             raise ValueError(
                 f"This {self.shots}-shot split (seed {self.seed}) was drawn from other labels: "
                 "use the dataset and order it was made for, or draw a new one."
             )
+        sizes = {"train": len(given), "validation": len(given if self.validation_from_train else held_out)}
+        for name, size in sizes.items():
+            if outside := [position for position in getattr(self, name) if not 0 <= position < size]:
+                raise ValueError(
+                    f"This {self.shots}-shot split (seed {self.seed}) has {len(outside)} {name} positions that are not "
+                    f"among {size} images, the first is {outside[0]}: it was changed after the draw; draw a new one."
+                )
 
     def save_json(self, path: str | Path) -> Path:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         return path
 
     @classmethod
     def from_json(cls, path: str | Path) -> KShotSplit:
-        try:
-            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no K-shot split: give a file written by save_json().") from error
+        """Read what `save_json` wrote; [`check`] then says whether it belongs to a dataset."""
+        record = read_json(path, LARGEST_JSON, _ADVICE)
+        names = [field.name for field in fields(cls)]
+        if not isinstance(record, dict) or sorted(record) != sorted(names):
+            raise ValueError(f"{path} is no K-shot split: it must have {', '.join(names)}. {_ADVICE}")
+        wanted = {
+            "shots": (_is_count(record["shots"]) and record["shots"] >= 1, "an integer of at least 1"),
+            "seed": (isinstance(record["seed"], int) and not isinstance(record["seed"], bool), "an integer"),
+            "fill": (record["fill"] in FILLS, f"one of {', '.join(FILLS)}"),
+            "train": (_are_positions(record["train"]) and record["train"], "a list of positions, not empty"),
+            "validation": (_are_positions(record["validation"]), "a list of positions"),
+            "validation_from_train": (isinstance(record["validation_from_train"], bool), "true or false"),
+            "labels_digest": (isinstance(record["labels_digest"], str), "a SHA-256 digest"),
+        }
+        for name, (good, what) in wanted.items():
+            if not good:
+                raise ValueError(f"{path} is no K-shot split: {name} must be {what}. {_ADVICE}")
+        return cls(**record)
 
 
 def k_shot_split(
@@ -103,13 +129,14 @@ def k_shot_split(
         >>> k_shot_split([0, 0, 1, 1, 1, 2], shots=2, seed=1).train
         [0, 1, 3, 2, 5]
     """
+    shots, seed = _integer("shots", shots), _integer("seed", seed)
     if shots < 1:
         raise ValueError(f"shots must be at least 1, got {shots}.")
-    if fill not in ("smaller", "replacement"):
+    if fill not in FILLS:
         raise ValueError(f"fill {fill!r} is not known: choose 'smaller' or 'replacement'.")
     if validation_from_train and validation_labels is not None:
         raise ValueError("Give validation_labels or validation_from_train, not both.")
-    labels, validation = _as_list(labels), _as_list(validation_labels)
+    labels, validation = _indices(labels), _indices(validation_labels)
     if not labels:
         raise ValueError("labels is empty: there is nothing to draw from.")
     rng = random.Random(seed)
@@ -123,26 +150,51 @@ def k_shot_split(
     return KShotSplit(shots, seed, fill, train, held_out, validation_from_train, _digest(labels, validation))
 
 
-def read_labels(source: Any, column: str = "label") -> list[int]:
+def read_labels(source: Any, column: str = "label", class_names: Sequence[str] | None = None) -> list[int]:
     """Class indices of a `datasets.Dataset`, of a safetensors feature file with a tensor ``labels``, or of a sequence.
 
-    Example:
-        >>> read_labels(torch.tensor([2, 0]))
-        [2, 0]
-    """
-    if isinstance(source, str | Path):
-        from safetensors import safe_open
+    Args:
+        source: the dataset, the path of the file, or the labels.
+        column: of a dataset.
+        class_names: what the indices of labels that are names refer to; default: the names that occur, sorted. Give
+            the same for every split of a dataset.
 
-        with safe_open(str(source), "pt") as file:
-            if "labels" not in file.keys():  # noqa: SIM118
-                raise ValueError(f"{source} holds no tensor 'labels', only {sorted(file.keys())}.")
-            return file.get_tensor("labels").tolist()
-    names = getattr(source, "column_names", None)
-    if names is not None:
+    Example:
+        >>> read_labels(torch.tensor([2, 0])), read_labels(["dog", "cat", "dog"])
+        ([2, 0], [1, 0, 1])
+    """
+    where = "labels"
+    if isinstance(source, str | Path):
+        where, source = f"{source}: labels", _labels_of_file(source)
+    elif (names := getattr(source, "column_names", None)) is not None:
         if column not in names:
             raise ValueError(f"The dataset has no column {column!r}, only {names}.")
-        return list(source[column])
-    return _as_list(source)
+        where, source = f"column {column!r}", list(source[column])
+    labels = source.tolist() if hasattr(source, "tolist") else list(source)
+    if labels and all(isinstance(label, str) for label in labels):
+        order = {name: index for index, name in enumerate(class_names or sorted(set(labels)))}
+        if missing := sorted(set(labels) - set(order)):
+            raise ValueError(f"{where}: {missing[0]!r} is not among the {len(order)} class_names.")
+        return [order[label] for label in labels]
+    return _indices(labels, where)
+
+
+def _labels_of_file(path: str | Path) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file; give a safetensors file with a tensor 'labels'.")
+    try:
+        with safe_open(str(path), "pt") as file:
+            names = sorted(file.keys())
+            if "labels" in names:
+                return file.get_tensor("labels")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file ({error}). Files of torch.save and pickle (.pt, .pth, .pkl) are not "
+            "read: write the labels with safetensors.torch.save_file({'labels': labels}, ...)."
+        ) from error
+    raise ValueError(f"{path} holds no tensor 'labels', only {names}.")
 
 
 def augmented_features(
@@ -222,10 +274,37 @@ def _draw(positions: Iterable[int], labels: list[int], shots: int, rng: random.R
     return drawn
 
 
-def _as_list(labels: Iterable[int] | None) -> list[int]:
+def _indices(labels: Iterable[int] | None, where: str = "labels") -> list[int]:
+    """Class indices as a list of Python's integers."""
     if labels is None:
         return []
-    return labels.tolist() if hasattr(labels, "tolist") else [int(label) for label in labels]
+    found = []
+    for position, label in enumerate(labels.tolist() if hasattr(labels, "tolist") else labels):
+        try:
+            found.append(operator.index(label))
+        except TypeError as error:
+            advice = ": read_labels() turns names into them" if isinstance(label, str) else ""
+            raise ValueError(f"{where}[{position}] is {label!r}, but labels are class indices{advice}.") from error
+        if found[-1] < 0:
+            raise ValueError(
+                f"{where}[{position}] is {label}, which stands for an unknown class: take a split that has labels."
+            )
+    return found
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an integer, got {value!r}.") from error
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_positions(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
 
 
 def _digest(labels: list[int], validation_labels: list[int]) -> str:

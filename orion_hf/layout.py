@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PAGE = resources.files("orion_hf") / "assets" / "report.html"
-_FIGURE = re.compile(r"[+-]?[0-9][0-9.]*( ± [0-9.]+)?( \([0-9]+\))?( †)?")  # stays readable in Markdown's source
+_FIGURE = re.compile(
+    r"[+-]?[0-9][0-9.]*( ± [0-9.]+)?( \([0-9]+( pairs?)?\))?( †)?"
+)  # stays readable in Markdown's source
 _LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "†": r"$\dagger$",
+    # In the fonts that LaTeX starts with, and with babel, these print as other characters.
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
 }  # fmt: skip
 
@@ -58,12 +62,14 @@ class Table:
         rows: as many cells each; an empty cell is "".
         names: how many columns, from the left, hold names; the others hold numbers and are set to the right.
         strong: numbers of the rows that stand out, such as averages.
+        wrapped: whether the names are long texts, which LaTeX would else print past the edge of the page.
     """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     names: int = 1
     strong: frozenset[int] = frozenset()
+    wrapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,11 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Write a text file whole or not at all; folders are made."""
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the name of a file in it.")
+    for folder in path.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{path} cannot be written, because {folder} is a file: choose another place.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return path
@@ -187,22 +198,28 @@ def _markdown(text: str) -> str:
 
 
 def _latex_table(table: Table) -> str:
-    columns = "".join("l" if column < table.names else "r" for column in range(len(table.header)))
+    name = f"p{{{0.9 / table.names:.2f}\\linewidth}}" if table.wrapped else "l"
+    columns = "".join(name if column < table.names else "r" for column in range(len(table.header)))
     lines = [r"\begin{tabular}{" + columns + "}", r"\toprule", _latex_row(table.header), r"\midrule"]
     for number, row in enumerate(table.rows):
         if number in table.strong and number - 1 not in table.strong:
             lines.append(r"\midrule")
-        lines.append(_latex_row(row))
+        lines.append(_latex_row(row, table.names if table.wrapped else 0))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def _latex_row(cells: Sequence[str]) -> str:
+def _latex_row(cells: Sequence[str], wrapped: int = 0) -> str:
     # Braces, because a row that begins with "[" or "*" would be read as an option of the line before it.
-    return " & ".join(f"{{{_latex(cell)}}}" if cell else "" for cell in cells) + r" \\"
+    texts = [f"{{{_latex(cell)}}}" if cell else "" for cell in cells]
+    for column in range(wrapped):  # paths and commands have no spaces where a line could end
+        text = re.sub(r"(/|=|\.|\\_)(?=.)", r"\1\\allowbreak{}", _latex(cells[column]))
+        texts[column] = f"{{\\raggedright {text}\\par}}"
+    return " & ".join(texts) + r" \\"
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in printable(text))
+    escaped = "".join(_LATEX.get(character, character) for character in printable(text))
+    return re.sub("-(?=-)", "-{}", escaped)  # two would be printed as one dash
 
 
 def _html_block(block: Block) -> str:
@@ -214,7 +231,7 @@ def _html_block(block: Block) -> str:
         data = base64.b64encode(block.png).decode("ascii")
         caption = _html(block.caption)
         return (
-            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+            f'<figure><div class="picture" tabindex="0"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
             f"<figcaption>{caption}</figcaption></figure>"
         )
     head = "".join(_html_cell("th", column, cell, table=block) for column, cell in enumerate(block.header))

@@ -7,7 +7,10 @@ tree the first time a label set is seen and kept, so an image costs one pass of 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +25,7 @@ from transformers.image_utils import load_image
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.zero_shot_image_classification import ZeroShotImageClassificationPipeline
 
-from .class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, match_class_prompts
+from .class_prompts import check_sentences, class_prompt_prototypes, match_class_prompts, read_prompt_file
 from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
 from .embedded import resolve_model_id
 from .prompt_tree import build_packs, encode_packs, trim_prompts
@@ -32,6 +35,7 @@ from .tasks import OrionTask, format_prompt
 TASK = "orion-zero-shot-image-classification"
 STOCK_TEMPLATE = "This is a photo of {}."
 KEPT_LABEL_SETS = 16
+_OPTIONS = ("candidate_labels", "class_prompts", "hypothesis_template", "timeout", "tokenizer_kwargs", "top_k")
 
 
 class UnreadableImageError(ValueError):
@@ -87,9 +91,8 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
                 'use pipeline("zero-shot-image-classification") for it.'
             )
         self.orion_task = orion_task if orion_task is not None else getattr(model, "orion_task", None)
-        self.class_prompts = class_prompts
-        if class_prompts is not None:
-            self._sentences_of(())  # a file that cannot be used is an error now, not at the first image
+        # Read now: a file that cannot be used is an error here, not at the first image.
+        self.class_prompts = None if class_prompts is None else _Sentences.read(class_prompts)
         self._label_embeds: OrderedDict[tuple, Tensor] = OrderedDict()
         super().__init__(model=model, *args, **kwargs)  # noqa: B026 (the parent takes them in this order too)
 
@@ -100,7 +103,9 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
             image: path, URL, PIL image, or a list, generator or dataset of them.
             candidate_labels: default: the repository's class names. A string is split at commas.
             hypothesis_template: default: the repository's evaluation template, else the stock pipeline's.
+            class_prompts: sentences of the labels for this call; default: those the pipeline was made with.
             top_k: how many labels to return, best first; default: all.
+            batch_size, num_workers, timeout, tokenizer_kwargs: as the stock pipeline's.
         """
         if candidate_labels is not None:
             kwargs["candidate_labels"] = candidate_labels
@@ -123,6 +128,11 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         preprocess: dict[str, Any] = {}
         forward: dict[str, Any] = {}
         postprocess: dict[str, Any] = {}
+        if unknown := sorted(set(kwargs) - set(_OPTIONS)):
+            raise ValueError(
+                f"{TASK} has no option {', '.join(map(repr, unknown))}: choose from {', '.join(_OPTIONS)}, "
+                "batch_size, num_workers."
+            )
         if "timeout" in kwargs:
             preprocess["timeout"] = kwargs["timeout"]
         if kwargs.get("candidate_labels") is not None:
@@ -130,6 +140,8 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
                 kwargs["candidate_labels"],
                 repeats_allowed=self.orion_task.class_names if self.orion_task is not None else None,
             )
+        if kwargs.get("class_prompts") is not None:
+            forward["class_prompts"] = _Sentences.read(kwargs["class_prompts"])
         if kwargs.get("hypothesis_template") is not None:
             forward["template"] = kwargs["hypothesis_template"]
         if tokenizer_kwargs is not None:
@@ -160,8 +172,9 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         labels: tuple[str, ...] = (),
         template: str | None = None,
         tokenizer_kwargs: dict | None = None,
+        class_prompts: Mapping[str, Sequence[str]] | None = None,
     ) -> dict:
-        text_embeds = self.label_embeds(labels, template, **(tokenizer_kwargs or {}))
+        text_embeds = self.label_embeds(labels, template, class_prompts, **(tokenizer_kwargs or {}))
         image_embeds = self.model.get_image_features(**model_inputs).pooler_output
         image_embeds = image_embeds / image_embeds.norm(dim=-1, keepdim=True)
         return {"logits": self.model.logit_scale.exp() * image_embeds @ text_embeds.T}
@@ -177,30 +190,41 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
             config = getattr(self.model, "orion_config", None) or OrionConfig()
             replace(config, task=self.orion_task).save_json(os.path.join(save_directory, ORION_CONFIG_NAME))
 
-    def label_embeds(self, labels: Sequence[str], template: str | None = None, **tokenizer_kwargs: Any) -> Tensor:
-        """Unit text embeddings ``(K, d)`` of the labels in the template, computed once per label set and weights.
+    def label_embeds(
+        self,
+        labels: Sequence[str],
+        template: str | None = None,
+        class_prompts: str | Path | Mapping[str, Sequence[str]] | None = None,
+        **tokenizer_kwargs: Any,
+    ) -> Tensor:
+        """Unit text embeddings ``(K, d)`` of the labels, computed once per label set, sentences and weights.
 
         Args:
             labels: the K labels.
             template: default: the repository's evaluation template, else the stock pipeline's; none if the labels
                 have sentences of their own.
+            class_prompts: sentences of the labels; default: those the pipeline was made with, if any.
         """
-        if self.class_prompts is not None and template is not None:
+        given = self.class_prompts if class_prompts is None else class_prompts
+        sentences = None if given is None else _Sentences.read(given)
+        if sentences is not None and template is not None:
             raise ValueError("hypothesis_template does not go with class_prompts, whose sentences are used as they are")
+        if sentences is not None and tokenizer_kwargs:
+            raise ValueError(
+                "tokenizer_kwargs do not go with class_prompts, whose sentences are tokenized as CLIP does"
+            )
         if template is None:
             template = self.orion_task.eval_template if self.orion_task is not None else STOCK_TEMPLATE
         key = (
             tuple(labels),
-            template,
+            template if sentences is None else sentences.digest,
             repr(sorted(tokenizer_kwargs.items())),
             weights_version(self.model.text_model),
             weights_version(self.model.text_projection),
         )
         if key not in self._label_embeds:
-            if self.class_prompts is not None:
-                text_model: Any = self.model
-                sentences = self._sentences_of(labels)
-                text_embeds = class_prompt_prototypes(text_model, self.tokenizer, sentences).prototypes
+            if sentences is not None:
+                text_embeds = self._sentence_embeds(labels, sentences)
             else:
                 prompts = [format_prompt(template, label) for label in labels]
                 token_ids = self.tokenizer(prompts, **tokenizer_kwargs)["input_ids"]
@@ -213,14 +237,41 @@ class OrionZeroShotImageClassificationPipeline(ZeroShotImageClassificationPipeli
         self._label_embeds.move_to_end(key)
         return self._label_embeds[key]
 
-    def _sentences_of(self, labels: Sequence[str]) -> ClassPrompts:
-        given: Any = self.class_prompts
-        if not isinstance(given, Mapping):
-            return load_class_prompts(given, labels)
-        for name, sentences in given.items():
-            if isinstance(sentences, str) or not len(sentences):
-                raise ValueError(f"class_prompts: {name!r} must have a list of at least one sentence.")
-        return match_class_prompts(given, labels)
+    def _sentence_embeds(self, labels: Sequence[str], sentences: _Sentences) -> Tensor:
+        text_model: Any = self.model
+        prompts = match_class_prompts(sentences, labels, source=sentences.source)
+        found = class_prompt_prototypes(text_model, self.tokenizer, prompts)
+        if found.truncated:
+            limit = self.model.text_model.config.max_position_embeddings
+            warnings.warn(
+                f"{sentences.source}: {found.truncated} of {sum(map(len, prompts.sentences))} sentences are longer "
+                f"than {limit} tokens and were cut there.",
+                stacklevel=2,
+            )
+        return found.prototypes
+
+
+class _Sentences(dict[str, list[str]]):
+    """Checked ``{class name: sentences}``, where they are from, and a digest that tells them from others."""
+
+    source: str
+    digest: str
+
+    @classmethod
+    def read(cls, given: str | os.PathLike[str] | Mapping[str, Sequence[str]]) -> _Sentences:
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            sentences = cls(check_sentences(given, "class_prompts"))
+            sentences.source = "class_prompts"
+        elif isinstance(given, (str, os.PathLike)):
+            sentences = cls(read_prompt_file(Path(given)))
+            sentences.source = os.fspath(given)
+        else:
+            kind = type(given).__name__
+            raise ValueError(f"class_prompts must be {{class name: [sentence, ...]}} or a JSON file of it, not {kind}.")
+        sentences.digest = hashlib.sha256(json.dumps(sentences).encode()).hexdigest()
+        return sentences
 
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")

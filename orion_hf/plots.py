@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .geometry import displacement, off_diagonal_cosines
+from .training_log import steps_of, validations_of
 
 Array: TypeAlias = Tensor | np.ndarray
 LogRow: TypeAlias = Mapping[str, Any]  # a line of training_log.jsonl
@@ -227,7 +229,9 @@ def method_bars(results: Mapping[str, Mapping[str, float]]) -> Figure:
         raise ValueError("results is empty: give at least one method")
     per_row = min(6, len(results))
     num_rows = math.ceil(len(results) / per_row)
-    figure = _new_figure(0.5 + 2.1 * num_rows)
+    labels = {method: _wrapped(method, 6) for method in results}
+    tallest = max(text.count("\n") for text in labels.values())
+    figure = _new_figure(0.5 + (2.1 + 0.13 * max(0, tallest - 2)) * num_rows)
     highest = max((value for accuracies in results.values() for value in accuracies.values()), default=1.0)
     methods = list(results)
     bars_of = dict(zip(VARIANTS, ((_GREY, "black"), (_SKY, "black"), (_BLUE, "white")), strict=True))
@@ -245,7 +249,7 @@ def method_bars(results: Mapping[str, Mapping[str, float]]) -> Figure:
                 if slot and VARIANTS[0] in accuracies:
                     gain = _number(value - accuracies[VARIANTS[0]], "+.1f")
                     _write(axes, (center, value), gain, weight="bold" if slot == 2 else "normal")
-        axes.set_xticks(range(len(members)), [_wrapped(method) for method in members])
+        axes.set_xticks(range(len(members)), [labels[method] for method in members])
         axes.tick_params(axis="x", length=0)
         spare = max(0.0, (3 - per_row) / 2)
         axes.set_xlim(-0.5 - spare, per_row - 0.5 + spare)
@@ -267,8 +271,9 @@ def method_bars(results: Mapping[str, Mapping[str, float]]) -> Figure:
 def lambda_sweep(
     weights: Sequence[float],
     means: Sequence[float],
-    intervals: Sequence[float],
+    intervals: Sequence[float | None],
     no_orth: float | None = None,
+    title: str = "",
 ) -> Figure:
     """The paper's ablation: accuracy against ``log10(lambda / 2)``, with a line where lambda is 0.
 
@@ -276,8 +281,9 @@ def lambda_sweep(
         weights: lambda of each run, at least 0. A weight of 0 has no place on the axis; its mean is
             ``no_orth``, unless that is given.
         means: mean accuracy in percent, one a weight.
-        intervals: half-width of the interval around each mean.
+        intervals: half-width of the interval around each mean; None where it is not known, as of a single seed.
         no_orth: accuracy without the orthogonality term.
+        title: what the curve is of.
 
     Example:
         >>> lambda_sweep([0.2, 2, 20, 200], [64.1, 66.5, 66.2, 65.0], [0.2, 0.1, 0.2, 0.3], no_orth=63.7)
@@ -285,10 +291,10 @@ def lambda_sweep(
     """
     if not len(weights) == len(means) == len(intervals):
         raise ValueError("weights, means and intervals must be equally long")
-    runs = np.array(sorted(zip(weights, means, intervals, strict=True)), dtype=float)
-    if runs.size and not (np.isfinite(runs).all() and (runs[:, 0] >= 0).all() and (runs[:, 2] >= 0).all()):
-        raise ValueError("weights, means and intervals must be finite, weights and intervals at least 0")
-    runs = runs.reshape(-1, 3)
+    half_widths = _half_widths(intervals)
+    runs = np.array(sorted(zip(weights, means, half_widths, strict=True)), dtype=float).reshape(-1, 3)
+    if not np.isfinite(runs[:, :2]).all() or (runs[:, 0] < 0).any():
+        raise ValueError("weights and means must be finite, weights at least 0")
     if no_orth is None and len(runs) and runs[0, 0] == 0:
         no_orth = runs[0, 1]
     runs = runs[runs[:, 0] > 0]
@@ -296,13 +302,18 @@ def lambda_sweep(
         raise ValueError("weights holds no lambda above 0: there is nothing to draw")
     lambdas, accuracies, half_widths = runs.T
     x = np.log10(lambdas / 2)
-    ticks = [f"{_number(at, '.3g')}\nλ = {value:.3g}" for at, value in zip(x, lambdas, strict=True)]
-    return _sweep_figure(x, accuracies, half_widths, ticks, "log₁₀(λ/2)", no_orth)
+    shown = [exact if len(exact := f"{value:.6g}") < 7 else f"{value:.3g}" for value in lambdas]
+    ticks = [f"{_number(at, '.3g')}\nλ = {value}" for at, value in zip(x, shown, strict=True)]
+    return _sweep_figure(x, accuracies, half_widths, ticks, "log₁₀(λ/2)", title, no_orth)
 
 
 @matplotlib.rc_context(_STYLE)
 def setting_sweep(
-    setting: str, values: Sequence[float] | Sequence[str], means: Sequence[float], intervals: Sequence[float]
+    setting: str,
+    values: Sequence[float] | Sequence[str],
+    means: Sequence[float],
+    intervals: Sequence[float | None],
+    title: str = "",
 ) -> Figure:
     """Accuracy against one setting of the training: numbers on an axis, a wide range of them on a logarithmic one.
 
@@ -310,7 +321,8 @@ def setting_sweep(
         setting: name of the axis, such as "learning_rate".
         values: of each run, numbers or words; words are drawn side by side.
         means: mean accuracy in percent, one a value.
-        intervals: half-width of the interval around each mean.
+        intervals: half-width of the interval around each mean; None where it is not known, as of a single seed.
+        title: what the curve is of.
 
     Example:
         >>> setting_sweep("lora_rank", [2, 8, 32], [65.0, 66.5, 66.4], [0.2, 0.1, 0.2])
@@ -318,18 +330,27 @@ def setting_sweep(
     """
     if not len(values) == len(means) == len(intervals) or not len(values):
         raise ValueError("values, means and intervals must be equally long, and hold at least one run")
-    if not (np.isfinite([*means, *intervals]).all() and min(intervals) >= 0):
-        raise ValueError("means and intervals must be finite, intervals at least 0")
+    if not np.isfinite(means).all():
+        raise ValueError("means must be finite")
+    half_widths = _half_widths(intervals)
     if any(isinstance(value, str) for value in values):
         names = [_wrapped(str(value)) for value in values]
-        heights, half_widths = np.array(means, dtype=float), np.array(intervals, dtype=float)
-        return _sweep_figure(np.arange(len(names)), heights, half_widths, names, setting, line=False)
-    runs = np.array(sorted(zip(values, means, intervals, strict=True)), dtype=float)
+        heights = np.array(means, dtype=float)
+        return _sweep_figure(np.arange(len(names)), heights, half_widths, names, setting, title, line=False)
+    runs = np.array(sorted(zip(values, means, half_widths, strict=True)), dtype=float)
     numbers, heights, half_widths = runs.T
     ticks = [f"{number:.6g}" for number in numbers]
     logarithmic = numbers[0] > 0 and numbers[-1] >= 20 * numbers[0]
     x = np.log10(numbers) if logarithmic else numbers
-    return _sweep_figure(x, heights, half_widths, ticks, f"{setting}, logarithmic" if logarithmic else setting)
+    return _sweep_figure(x, heights, half_widths, ticks, f"{setting}, logarithmic" if logarithmic else setting, title)
+
+
+def _half_widths(intervals: Sequence[float | None]) -> np.ndarray:
+    """NaN where an interval is not known; matplotlib draws nothing there."""
+    found = np.array([np.nan if value is None else value for value in intervals], dtype=float)
+    if np.isinf(found).any() or (found < 0).any():
+        raise ValueError("intervals must be finite and at least 0, or None")
+    return found
 
 
 def _sweep_figure(
@@ -338,12 +359,15 @@ def _sweep_figure(
     half_widths: np.ndarray,
     ticks: Sequence[str],
     label: str,
+    title: str,
     no_orth: float | None = None,
     line: bool = True,
 ) -> Figure:
-    """Means with intervals over ``x``, which rises; ticks and means as far as there is room for them."""
+    """Means with intervals over ``x``, which rises; their figures as far as there is room for them."""
     figure = _new_figure(4.0)
     axes = figure.subplots()
+    if title:
+        axes.set_title("\n".join(textwrap.wrap(_label(title, 300), 100)), fontsize=8)
     if line:
         axes.fill_between(x, accuracies - half_widths, accuracies + half_widths, color=_BLUE, alpha=0.15, linewidth=0)
     axes.errorbar(
@@ -361,21 +385,24 @@ def _sweep_figure(
     if no_orth is not None:
         axes.axhline(no_orth, color=_VERMILLION, linestyle="--", label=f"no orthogonality term (λ = 0): {no_orth:.1f}")
     axes.margins(x=0.06 if line else 0.2, y=0.15)
-    at = [0]  # points with a tick: all, or as many as there is room for
+    widths = [0.0105 * max(map(len, text.split("\n"))) + 0.01 for text in ticks]  # shares of the axis, at 8 pt
+    at = [0]  # points with a number below them: all, or as many as there is room for
     for place in range(1, len(x)):
-        if x[place] - x[at[-1]] > 0.12 * np.ptp(x):
+        if x[place] - x[at[-1]] > (widths[place] + widths[at[-1]]) / 2 * np.ptp(x):
             at.append(place)
     axes.set_xticks(x[at], [ticks[place] for place in at])
+    axes.set_xticks(x, minor=True)
     axes.set_xlabel(label)
     axes.set_ylabel("accuracy, %")
     figure.legend(loc="outside upper center", ncols=2)
     _finished(figure)
-    bars = np.stack([np.tile(x, 9), np.concatenate([accuracies + t * half_widths for t in np.linspace(-1, 1, 9)])])
+    known = np.nan_to_num(half_widths)
+    bars = np.stack([np.tile(x, 9), np.concatenate([accuracies + t * known for t in np.linspace(-1, 1, 9)])])
     marks = bars.T
     if line:
         track = np.linspace(x[0], x[-1], 100)
         marks = np.concatenate([np.stack([track, np.interp(track, x, accuracies)], axis=1), marks])
-    labelled = np.argsort(-accuracies, kind="stable")[: len(x) if len(at) == len(x) else 1]
+    labelled = np.argsort(-accuracies, kind="stable")[: len(x) if len(x) <= _MOST_NAMES else 1]
     _place_labels(
         axes, np.stack([x, accuracies], axis=1)[labelled], [f"{value:.1f}" for value in accuracies[labelled]], marks
     )
@@ -446,7 +473,7 @@ def accuracy_against_displacement(log_rows: Iterable[LogRow]) -> Figure:
         ...                                {"epoch": 2, "displacement": 0.2, "accuracy": 64.0}])
         <Figure size 1200x600 with 2 Axes>
     """
-    rows = [row for row in log_rows if row.get("accuracy") is not None]
+    rows = validations_of(log_rows)
     if not rows:
         raise ValueError("log_rows has no accuracy: train with a validation set to have it logged")
     epochs, x, y = (_column(rows, key) for key in ("epoch", "displacement", "accuracy"))
@@ -485,9 +512,9 @@ def training_curves(log_rows: Iterable[LogRow]) -> Figure:
         >>> training_curves([{"epoch": 1, **row}, {"epoch": 2, **row}])
         <Figure size 1200x750 with 4 Axes>
     """
-    rows = [row for row in log_rows if "orthogonality" in row]
+    rows = steps_of(log_rows)
     if not rows:
-        raise ValueError("log_rows is empty: read them from the training_log.jsonl of a run")
+        raise ValueError("log_rows has no step: read them from the training_log.jsonl of a run")
     epochs, epoch_of_row = np.unique(_column(rows, "epoch"), return_inverse=True)
 
     def by_epoch(key: str, reduce: Any = np.mean) -> np.ndarray:
@@ -571,10 +598,7 @@ def _check_images(features: Array, labels: Array, prototypes: Tensor) -> tuple[T
 
 
 def _column(rows: Sequence[LogRow], key: str) -> np.ndarray:
-    try:
-        return np.array([row[key] for row in rows], dtype=float)
-    except KeyError:
-        raise ValueError(f"log_rows: a row has no {key!r}; is it a training_log.jsonl of OrionTrainer?") from None
+    return np.array([row[key] for row in rows], dtype=float)
 
 
 # What is drawn
@@ -666,9 +690,25 @@ def _number(value: float, spec: str) -> str:
     return format(value, spec).replace("-", "\N{MINUS SIGN}")
 
 
-def _wrapped(name: str) -> str:
-    lines = textwrap.wrap(_label(name, 44), 15)
-    return "\n".join(lines if len(lines) <= 3 else [*lines[:2], lines[2][:14] + "…"])
+def _wrapped(name: str, most_lines: int = 3) -> str:
+    """A name on lines of up to 15 letters.
+
+    A longer word is broken after punctuation, and what is still too long loses its middle: half a word would read like
+    another.
+    """
+    words: list[str] = []
+    for word in _label(name, 15 * most_lines).split():
+        chunk = ""
+        for piece in re.split("(?<=[-:_/])", word) if len(word) > 15 else [word]:
+            if len(chunk) + len(piece) > 15:
+                words.append(chunk)
+                chunk = ""
+            chunk += _label(piece, 15)
+        words.append(chunk)
+    lines = textwrap.wrap(" ".join(filter(None, words)), 15, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(
+        lines if len(lines) <= most_lines else [*lines[: most_lines - 1], lines[most_lines - 1][:14] + "…"]
+    )
 
 
 def _write(axes: Axes, point: tuple[float, float], text: str, *, below: bool = False, **style: Any) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +24,23 @@ from .configuration_orion import ORION_CONFIG_NAME, OrionConfig
 from .escaping import printable
 from .layout import Block, Heading, Paragraph, Picture, Table, as_html, as_latex, as_markdown, picture
 from .repository import PROTOTYPES_NAME, read_prototypes, read_tensors
-from .sweep import sweep_curves, sweep_points, sweep_table
-from .tables import AVERAGE, PAPER_TABLES, Group, Line, groups_of, label, ordered, shown, split_row
-from .training_log import LOG_NAME, read_log
+from .sweep import SweepPoint, printed_sweep, sweep_curves, sweep_points, sweep_table
+from .tables import (
+    AVERAGE,
+    PAPER_TABLES,
+    Group,
+    Line,
+    Measured,
+    groups_of,
+    label,
+    method_name,
+    ordered,
+    paper_backbone,
+    plain,
+    shown,
+    split_row,
+)
+from .training_log import LOG_NAME, read_log, steps_of, validations_of
 
 Format = Literal["md", "html", "latex", "csv"]
 _LARGEST_PICTURE = 8 * 2**20
@@ -47,10 +63,13 @@ def report(
     """
     groups = groups_of(cells)
     if format == "csv":
-        return _as_csv(groups if full else [group for group in groups if group.was_run])
+        return _as_csv(groups if full else [group for group in groups if group.was_run], sweep_points(cells, True))
     blocks = [Paragraph(_preface(cells)), *_table_blocks(groups, full), *_sweep_blocks(cells)]
     if format == "html":
-        blocks += [*_figure_blocks(cells, groups), *_pictures_beside(files)]
+        curves = _sweep_curves(cells)
+        drawn = {title.split(":")[0] for title in curves}
+        sweeps = {cell.source for cell in cells if cell.sweep is not None}
+        blocks += [*_figure_blocks(groups, curves), *_pictures_beside(files, sweeps, drawn)]
     blocks += _misprint_blocks(groups, full) + _source_blocks(files)
     if format == "html":
         return as_html("ORION: measured beside printed", blocks)
@@ -59,10 +78,13 @@ def report(
 
 def _preface(cells: Sequence[MeasuredCell]) -> str:
     tasks, models = sorted({cell.task for cell in cells}), sorted({cell.model for cell in cells})
+    measured = sum(cell.error is None for cell in cells)
+    failed = f"{len(cells) - measured} runs of sweeps failed and have none. " if measured < len(cells) else ""
     return (
-        f"{len(cells)} measured cells: {len(tasks)} {'task' if len(tasks) == 1 else 'tasks'}, {', '.join(models)}. "
-        "Top-1 accuracy in percent, mean and half of the 95 % interval: over runs, or over images, tasks or "
-        "streams where there is one run or all are equal. Gains are "
+        f"{measured} measured cells: {len(tasks)} {'task' if len(tasks) == 1 else 'tasks'}, {', '.join(models)}. "
+        f"{failed}Top-1 accuracy in percent, mean and half of the 95 % interval: over runs, or over images, tasks or "
+        "streams where there is one run or all are equal. Runs differ in their seed; where there are several, their "
+        "number is beside the means. Gains are "
         "mean differences of pairs: the same images and seed with the other prototypes and with CLIP's. Columns "
         "called paper hold what the paper printed (in an average of some datasets, the mean of what it printed of "
         "those); an empty cell was not run here or not printed there."
@@ -80,7 +102,8 @@ def _table_blocks(groups: Sequence[Group], full: bool) -> list[Block]:
             if left_out:
                 blocks.append(Paragraph(f"Not run: {', '.join(left_out)}."))
         for group in shown:
-            blocks += [Heading(group.title, 2), group_table(group)]
+            about = [Paragraph(group.about)] if group.about else []
+            blocks += [Heading(group.title, 2), *about, group_table(group)]
     missing = [title for key, title in PAPER_TABLES.items() if not any(g.table == key and g.was_run for g in groups)]
     if missing and not full:
         blocks += [Heading("Tables of the paper of which nothing was run"), Paragraph(f"{'; '.join(missing)}.")]
@@ -113,9 +136,17 @@ def group_table(group: Group) -> Table:
             add_measured(variant)
     if any(line.num_images for line in lines):
         columns["images"] = ["" if line.num_images is None else str(line.num_images) for line in lines]
-    rows = [(line.dataset, *(column[number] for column in columns.values())) for number, line in enumerate(lines)]
+    if any(value.runs > 1 for line in lines for value in line.measured.values()):
+        columns["runs"] = [_runs(line) for line in lines]
+    rows = [(line.name, *(column[number] for column in columns.values())) for number, line in enumerate(lines)]
     strong = frozenset(number for number, line in enumerate(lines) if line.is_average)
     return Table(("dataset", *columns), tuple(rows), strong=strong)
+
+
+def _runs(line: Line) -> str:
+    """How many runs the means of a line are over; "1-3" if not all over as many."""
+    found = sorted({value.runs for value in line.measured.values()})
+    return "-".join(map(str, found[:1] + found[1:][-1:]))
 
 
 def _printed(line: Line, variant: str) -> str:
@@ -123,7 +154,8 @@ def _printed(line: Line, variant: str) -> str:
         return ""
     figure = line.printed[variant]
     if line.is_average and line.dataset != AVERAGE:
-        return f"{figure:.2f}"
+        count = line.printed_datasets.get(variant)
+        return f"{figure:.2f}" if count is None else f"{figure:.2f} ({count})"
     return f"{figure} †" if _is_misprint(line, variant) else f"{figure}"
 
 
@@ -165,15 +197,19 @@ def _source_blocks(files: Sequence[Path]) -> list[Block]:
         said = [f"{key}: {value}" for key, value in header.items() if isinstance(value, (str, int, float))]
         said += [str(run["command"]) for run in runs or () if isinstance(run, dict) and "command" in run]
         rows.append((str(path), "; ".join(said)[:2000]))
-    return [Heading("Sources"), Table(("file", "what it says of itself"), tuple(rows), names=2)]
+    return [Heading("Sources"), Table(("file", "what it says of itself"), tuple(rows), names=2, wrapped=True)]
 
 
-def _as_csv(groups: Sequence[Group]) -> str:
-    """One line for each dataset and kind of prototypes; figures in full, never rounded."""
+def _as_csv(groups: Sequence[Group], points: Sequence[SweepPoint]) -> str:
+    """One line for each dataset and kind of prototypes, and for each point of a sweep; figures in full, never rounded.
+
+    "detail" is what tells a line from others of its dataset, or a point of a sweep from the others of its model.
+    """
     buffer = io.StringIO()
     columns = [
         "table", "group", "dataset", "prototypes", "measured", "half_width", "runs", "datasets", "images",
         "gain", "gain_half_width", "gain_runs", "paper", "paper_gain", "paper_recomputed",
+        "model", "about", "detail", "failed",
     ]  # fmt: skip
     writer = csv.DictWriter(buffer, columns, lineterminator="\n")
     writer.writeheader()
@@ -190,14 +226,34 @@ def _as_csv(groups: Sequence[Group]) -> str:
                     "paper": line.printed.get(variant),
                     "paper_gain": line.printed_gain if variant == ORION else None,
                     "paper_recomputed": line.recomputed.get(variant),
+                    "model": _inert(group.model),
+                    "about": _inert(group.about),
+                    "detail": _inert(line.note),
                 }
-                if measured is not None:
-                    row |= {"measured": measured.mean, "half_width": measured.half_width}
-                    row |= {"runs": measured.runs, "datasets": measured.datasets}
-                if gain is not None:
-                    row |= {"gain": gain.mean, "gain_half_width": gain.half_width, "gain_runs": gain.runs}
-                writer.writerow(row)
+                writer.writerow(row | _csv_figures(measured, gain))
+    for point in points:
+        row = {
+            "table": "sweep",
+            "group": _inert(f"Sweep, {point.model}"),
+            "dataset": _inert(", ".join(point.tasks)),
+            "prototypes": ORION,
+            "paper": printed_sweep(point),
+            "model": _inert(point.model),
+            "detail": _inert(", ".join(f"{name} {plain(value)}" for name, value in point.described.items())),
+            "failed": point.failed,
+        }
+        writer.writerow(row | _csv_figures(point.accuracy, point.gain))
     return buffer.getvalue()
+
+
+def _csv_figures(measured: Measured | None, gain: Measured | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    if measured is not None:
+        figures |= {"measured": measured.mean, "half_width": measured.half_width}
+        figures |= {"runs": measured.runs, "datasets": measured.datasets}
+    if gain is not None:
+        figures |= {"gain": gain.mean, "gain_half_width": gain.half_width, "gain_runs": gain.runs}
+    return figures
 
 
 def _inert(text: str) -> str:
@@ -208,13 +264,14 @@ def _inert(text: str) -> str:
 
 def _sweep_blocks(cells: Sequence[MeasuredCell]) -> list[Block]:
     blocks: list[Block] = []
-    points = sweep_points(cells)
+    points = sweep_points(cells, with_failed=True)
     for model in dict.fromkeys(point.model for point in points):
         members = [point for point in points if point.model == model]
         blocks += [Heading(f"Sweep, {model}", 2), sweep_table(members)]
     note = Paragraph(
         "Averages over the tasks that were run, their number in brackets if there are several. The paper's axis "
-        "is log10(lambda / 2); it states four of its points, averages of 11 datasets."
+        "is log10(lambda / 2); it states four of its points, averages of 11 datasets. Failed: runs that broke off and "
+        "have no accuracy."
     )
     return [Heading("Sweeps"), note, *blocks] if blocks else []
 
@@ -222,7 +279,15 @@ def _sweep_blocks(cells: Sequence[MeasuredCell]) -> list[Block]:
 # Figures
 
 
-def _figure_blocks(cells: Sequence[MeasuredCell], groups: Sequence[Group]) -> list[Block]:
+def _sweep_curves(cells: Sequence[MeasuredCell]) -> dict[str, Any]:
+    """Title -> figure; none without matplotlib."""
+    try:
+        return sweep_curves(sweep_points(cells))
+    except ImportError:
+        return {}
+
+
+def _figure_blocks(groups: Sequence[Group], curves: dict[str, Any]) -> list[Block]:
     """Overview bars and the curves of sweeps; without matplotlib, which is an extra, a line that says so."""
     try:
         from .plots import method_bars
@@ -233,26 +298,52 @@ def _figure_blocks(cells: Sequence[MeasuredCell], groups: Sequence[Group]) -> li
     for group in groups:
         if not group.was_run or group.table == "svd_per_dataset":
             continue
-        last = [line for line in group.lines if line.measured][-1]
+        last = [line for line in group.lines if line.measured and not line.is_extra][-1]
         sizes = {last.measured[variant].datasets for variant in names if variant in last.measured}
         if len(sizes) == 1 and len(last.measured) > 1:  # bars side by side are of the same datasets
-            bars[group.title] = {names[v]: m.mean for v, m in last.measured.items() if v in names}
+            bar = {names[v]: m.mean for v, m in last.measured.items() if v in names}
+            bars[_bar_label(group, sizes.pop(), bars)] = bar
     blocks: list[Block] = []
     if bars:
         blocks.append(picture(method_bars(bars), "Averages over the datasets that were run, gains over the baseline."))
-    for title, figure in sweep_curves(sweep_points(cells)).items():
+    for title, figure in curves.items():
         blocks.append(picture(figure, f"Accuracy against {title}."))
     return [Heading("Figures"), *blocks] if blocks else []
 
 
-def _pictures_beside(files: Sequence[Path]) -> list[Block]:
-    """PNGs in the folder ``plots`` beside a results file; drawn from the adapter there if it has none."""
+def _bar_label(group: Group, datasets: int, taken: Container[str]) -> str:
+    """Method, model and number of datasets, in few words; numbered if another group has the same."""
+    method, setting, model = method_name(group.method), group.title, paper_backbone(group.model)
+    if group.table == "zero_shot":
+        setting = ""
+    elif group.table == "other":
+        setting = setting.removeprefix(f"{method}, {group.model}").lstrip(", ")
+    elif setting.endswith(method):  # "4-shot CLAP"
+        method, setting = setting, ""
+    if model in (None, "MetaCLIP"):  # of which there are several
+        model = re.split("[/:]", group.model.rstrip("/"))[-1]
+    words = [method, setting, model, f"{datasets} {'dataset' if datasets == 1 else 'datasets'}"]
+    name = ", ".join(filter(None, words))
+    numbered = (f"{name}, #{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+
+
+def _pictures_beside(files: Sequence[Path], sweeps: Container[str], drawn: Container[str]) -> list[Block]:
+    """PNGs in the folder ``plots`` beside a results file; drawn from the adapter there if it has none.
+
+    Args:
+        files: results files.
+        sweeps: those of them that hold sweeps.
+        drawn: axes of the sweeps' curves that are on the page already.
+    """
     blocks: list[Block] = []
     for file in files:
         found: list[Block] = [
             Picture(path.read_bytes(), path.stem)
             for path in sorted((file.parent / "plots").glob("*.png"))
-            if path.stat().st_size < _LARGEST_PICTURE and path.read_bytes()[:8] == _PNG
+            if path.stat().st_size < _LARGEST_PICTURE
+            and path.read_bytes()[:8] == _PNG
+            and not (str(file) in sweeps and re.sub("-[0-9]+$", "", path.stem) in drawn)
         ] or adapter_pictures(file.parent)
         if found:
             blocks += [Heading(f"What happened to the classes: {file.parent.name}"), *found]
@@ -292,9 +383,10 @@ def class_pictures(before: Tensor, after: Tensor, class_names: Sequence[str], lo
             picture(moved, "How far classes moved, and which moved apart."),
         ]
     rows = [] if log is None else read_log(log)
-    if any("accuracy" in row for row in rows):
+    if validations_of(rows):
         figure = accuracy_against_displacement(rows)
         blocks.append(picture(figure, "Accuracy on the validation images against displacement, epoch by epoch."))
-    if any("orthogonality" in row for row in rows):
-        blocks.append(picture(training_curves(rows), "The terms of the loss, cosines and displacement by epoch."))
+    if steps_of(rows):
+        caption = "The terms of the loss, cosines and displacement by epoch, as they were before each step."
+        blocks.append(picture(training_curves(rows), caption))
     return blocks

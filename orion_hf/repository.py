@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi, ResolvedRevision, constants
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
@@ -60,10 +62,22 @@ class Repository:
 
     @classmethod
     def open(cls, name: str | os.PathLike, revision: str | None = None, **options: Any) -> Repository:
-        """Resolve ``revision`` once; files are fetched when asked for."""
+        """Resolve ``revision`` once; files are fetched when asked for.
+
+        Raises:
+            OSError: there is no such folder, and no such repository within reach.
+        """
         name = os.fspath(name)
+        path = resolve_model_id(name)
+        if os.path.isdir(path):
+            return cls(name, revision, options)
+        if not is_hub_id(path):
+            raise OSError(f"{name}: there is no such folder, and it is no Hub id (org/name).")
         resolve = {key: options[key] for key in ("cache_dir", "local_files_only", "token") if key in options}
-        return cls(name, resolve_revision(resolve_model_id(name), revision, **resolve), options)
+        resolved = resolve_revision(path, revision, **resolve)
+        if not _is_cached(path, options.get("cache_dir")):
+            _check_reachable(path, revision, resolved, bool(options.get("local_files_only")), options.get("token"))
+        return cls(name, resolved, options)
 
     @property
     def path(self) -> str:
@@ -182,7 +196,13 @@ class Adapter:
         elif not embedded:
             _check_base(name, self.config.revision, source)
         options = {key: value for key, value in repository.options.items() if key != "subfolder"}
-        return Repository.open(name, self.config.revision, **options)
+        try:
+            return Repository.open(name, self.config.revision, **options)
+        except OSError as error:
+            raise OSError(
+                f"{repository.name}: its base model {name!r} could not be loaded. Connect to the Hub, or write a "
+                f"folder that holds it into {ADAPTER_CONFIG_NAME}. ({error})"
+            ) from error
 
 
 def is_hub_id(name: Any) -> bool:
@@ -199,6 +219,41 @@ def is_hub_id(name: Any) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _is_cached(repo_id: str, cache_dir: str | os.PathLike | None) -> bool:
+    """Whether a file of any state of the repository is on this machine."""
+    cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+    return (cache / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots").is_dir()
+
+
+def _check_reachable(
+    repo_id: str, revision: str | None, resolved: str | None, local_files_only: bool, token: str | bool | None
+) -> None:
+    """Say why a repository of which nothing is cached cannot be had: transformers takes its files for missing."""
+    if local_files_only or constants.is_offline_mode():
+        raise OSError(
+            f"{repo_id}: there is no such folder, and offline only what is cached of the Hub can be read, not this: "
+            "connect to the Hub, or give a folder."
+        )
+    if isinstance(resolved, ResolvedRevision) and resolved.initial != resolved.resolved:
+        return  # the Hub has just answered; a commit is taken on trust
+    try:
+        HfApi().model_info(repo_id, revision=revision, token=token)
+    except GatedRepoError:
+        return  # it is there; who may read it is said when a file is asked for
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"{repo_id}: there is no such folder, and the Hub shows no such repository: check the name; if it is "
+            "private, log in with `hf auth login`."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise OSError(f"{repo_id}: the repository has no revision {revision!a}.") from error
+    except Exception as error:  # whatever it is of the many kinds of failures of a connection
+        raise OSError(
+            f"{repo_id}: there is no such folder, and the Hub could not be reached to look for a repository of that "
+            f"name ({type(error).__name__}): try again when it can be, or give a folder."
+        ) from error
 
 
 def is_revision(name: Any) -> bool:

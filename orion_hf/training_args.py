@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .prompt_tree import DEFAULT_NODE_BUDGET
 
@@ -101,6 +101,8 @@ class OrionTrainingArguments:
         )  # fmt: skip
         not_negative = ("orthogonality_weight", "weight_decay", "warmup_steps", "save_epochs", "seed")
         positive = ("orthogonality_growth", "learning_rate", "target_displacement", "lora_alpha")
+        for name, choices in setting_choices().items():
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         for name in at_least_one:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in not_negative:
@@ -150,3 +152,14 @@ class OrionTrainingArguments:
             "cosine": (1 + math.cos(math.pi * progress)) / 2,
         }[self.lr_scheduler_type]
         return self.learning_rate * factor
+
+
+def setting_choices() -> dict[str, tuple[str, ...]]:
+    """The settings that are one of a few words, and these words.
+
+    Example:
+        >>> setting_choices()["class_text"]
+        ('template_mean', 'template', 'name')
+    """
+    hints = get_type_hints(OrionTrainingArguments)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

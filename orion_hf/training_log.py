@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .files import is_finite
 
 LOG_NAME = "training_log.jsonl"
+_STEP = {"epoch", "fidelity", "orthogonality", "mean_cosine", "max_cosine", "displacement"}
+_VALIDATION = {"epoch", "accuracy", "displacement"}
 
 
 def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -34,3 +37,18 @@ def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
                 if isinstance(row, dict) and all(is_finite(value) for value in row.values()):
                     rows.append(row)
     return rows
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of steps that have all a figure needs."""
+    return [row for row in rows if row.keys() >= _STEP]
+
+
+def validations_of(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of validations that have all a figure needs.
+
+    Example:
+        >>> validations_of([{"epoch": 1, "loss": 2.0}, {"epoch": 1, "accuracy": 61.5, "displacement": 0.003}])
+        [{'epoch': 1, 'accuracy': 61.5, 'displacement': 0.003}]
+    """
+    return [row for row in rows if row.keys() >= _VALIDATION]

@@ -1,6 +1,7 @@
 """Sentences about each class in place of templates: in fine-tuning, in evaluation and in the pipeline."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,7 @@ def test_few_shot_methods_start_from_the_sentences(tmp_path, capsys):
 # --- pipeline ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*77 tokens")
 def test_the_pipeline_embeds_labels_by_their_sentences(clip, prompt_file):
     expected = stock_prototypes(clip)
     image = task_images(LAND, images_per_class=1)[0]["image"]
@@ -248,3 +250,44 @@ def test_the_pipeline_embeds_labels_by_their_sentences(clip, prompt_file):
         classify(image, candidate_labels=["dog", "walrus"], hypothesis_template="a {}")
     with pytest.raises(ValueError, match="class_prompts: 'dog' must have a list of at least one sentence"):
         OrionZeroShotImageClassificationPipeline(clip, class_prompts={"dog": "A dog."}, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*77 tokens")
+def test_the_pipeline_takes_sentences_at_the_call(clip, prompt_file):
+    image = task_images(LAND, images_per_class=1)[0]["image"]
+    labels = list(PETS.class_names)
+    classify = OrionZeroShotImageClassificationPipeline(clip, device="cpu", candidate_labels=labels)
+    made_with = OrionZeroShotImageClassificationPipeline(clip, device="cpu", class_prompts=SENTENCES)
+    plain = classify(image)
+    expected = made_with(image, candidate_labels=labels)
+    assert expected != plain
+    for given in (prompt_file, Path(prompt_file), SENTENCES):
+        assert classify(image, class_prompts=given) == expected
+        assert [entry["label"] for entry in classify([image, image], class_prompts=given, batch_size=2)[1]] == [
+            entry["label"] for entry in expected
+        ]
+    assert classify(image) == plain, "the sentences of a call are not kept"
+    # The call's sentences win over the constructor's, and are told apart by what they say.
+    others = {name: [f"{name} in the rain."] for name in labels}
+    assert made_with(image, candidate_labels=labels, class_prompts=others) == classify(image, class_prompts=others)
+    assert classify(image, class_prompts=others) != expected
+    with pytest.raises(ValueError, match="hypothesis_template does not go with class_prompts"):
+        classify(image, class_prompts=SENTENCES, hypothesis_template="a {}")
+    with pytest.raises(ValueError, match="tokenizer_kwargs do not go with class_prompts"):
+        classify(image, class_prompts=SENTENCES, tokenizer_kwargs={"truncation": True})
+    with pytest.raises(ValueError, match="class_prompts: 'dog' must have a list"):
+        classify(image, class_prompts={"dog": []})
+    with pytest.raises(ValueError, match=r"class_prompts must be .* not list"):
+        classify(image, class_prompts=["A dog."])
+
+
+def test_the_pipeline_says_once_how_many_sentences_are_cut(clip, prompt_file):
+    image = task_images(LAND, images_per_class=1)[0]["image"]
+    classify = OrionZeroShotImageClassificationPipeline(clip, device="cpu", candidate_labels=list(PETS.class_names))
+    with pytest.warns(UserWarning, match=r"pets\.json: 1 of 6 sentences are longer than 77 tokens") as caught:
+        for _ in range(3):
+            classify([image, image], class_prompts=prompt_file)
+    assert sum("77 tokens" in str(warning.message) for warning in caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        classify(image, class_prompts={name: ["Short."] for name in PETS.class_names})

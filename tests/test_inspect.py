@@ -1,14 +1,19 @@
 """Inspecting a model: what its files say, geometry and predictions as computed by hand."""
 
+import io
 import itertools
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi, constants
 from PIL import Image
 from tiny_clip_folder import TASK, save_tiny_clip, train_a_little
 from transformers import AutoImageProcessor, CLIPModel
+from transformers.utils import hub as transformers_hub
 
 from orion_hf.commands import inspect
 from orion_hf.geometry import prototype_geometry
@@ -136,7 +141,11 @@ def test_merged_and_training_free(clip, saved, pictures, capsys, tmp_path):
     merged = capsys.readouterr().out
     assert cell(merged, "kind") == ["merged model"] and cell(merged, "needs") == ["nothing else"]
     inspect.main([str(saved / "adapter"), "--images", str(pictures), "--split", "train"])
-    assert cell(merged, "averaged prompts") == cell(capsys.readouterr().out, "averaged prompts")
+    apart = capsys.readouterr().out
+    assert cell(merged, "averaged prompts") == cell(apart, "averaged prompts")
+    assert cell(merged, "this model")[-1].strip() == cell(apart, "ORION")[-1].strip()
+    assert "From averaged prompts to this model, averaged prompts: " in merged  # the same prompts in both
+    assert cell(merged, "trained (LoRA)") == ["merged into the weights; its rank is not recorded"]
 
     from orion_hf.commands.finetune import main as finetune
 
@@ -158,6 +167,69 @@ def test_merged_and_training_free(clip, saved, pictures, capsys, tmp_path):
     assert float(cell(text, "distance to orthonormality")[-1]) < 1e-3
 
 
+def test_a_merged_model_tells_what_is_recorded_of_its_lora(clip, tmp_path, capsys):
+    model = adapter(clip)
+    model.orion_config = replace(model.orion_config, training={"lora_rank": 4})
+    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "merged", merged=True)
+    inspect.main([str(tmp_path / "adapter")])
+    trained = cell(capsys.readouterr().out, "trained (LoRA)")[0]
+    inspect.main([str(tmp_path / "merged")])
+    known = cell(capsys.readouterr().out, "trained (LoRA)")
+    assert known == ["merged into the weights; rank 4, " + trained.replace(", ", " when trained, ")]
+
+
+def test_the_page_is_there_when_the_reader_of_the_text_goes_away(saved, tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        inspect.main([str(saved / "adapter"), "--html", str(tmp_path / "page.html")])
+    assert "sea lion" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_an_adapter_on_the_hub(hub, clip, saved, tmp_path, monkeypatch, capsys):
+    address = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(transformers_hub, "_hf_api", HfApi(endpoint=hub.endpoint))
+    base = hub.add_repo("org/base", clip)
+    files = {path.name: path.read_bytes() for path in (saved / "adapter").iterdir()}
+    config = json.loads(files["adapter_config.json"]) | {"base_model_name_or_path": "org/base", "revision": base}
+    files["adapter_config.json"] = json.dumps(config).encode()
+    logged = ("loss", "fidelity", "orthogonality", "orthogonality_weight", "mean_cosine", "max_cosine", "displacement")
+    rows = [{"step": step, "epoch": step, **dict.fromkeys(logged, 0.5 / step)} for step in (1, 2)]
+    files["training_log.jsonl"] = "\n".join(map(json.dumps, rows)).encode()
+    hub.add_repo("org/adapter", files)
+
+    assert inspect.main(["org/adapter", "--html", str(tmp_path / "page.html")]) == 0
+    text = capsys.readouterr().out
+    assert cell(text, "repository") == ["org/adapter"] and cell(text, "needs") == ["org/base"]
+    assert cell(text, "base model") == [f"org/base at {base}"] and "not loaded" not in text
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 3 and "ORION: org/adapter" in page
+
+    for name, message in (
+        ("org/none", "org/none: there is no such folder, and the Hub shows no such repository"),
+        ("none", "none: there is no such folder, and the Hub shows no such repository"),
+    ):
+        with pytest.raises(OSError, match=message):
+            inspect.main([name])
+    with pytest.raises(OSError, match=r"nope"):
+        inspect.main(["org/adapter", "--revision", "nope"])
+    hub.faults.add("GET", "/api/", "reset", times=None)
+    with pytest.raises(OSError, match="the Hub could not be reached"):
+        inspect.main(["org/other"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match=r"org/other: .* offline only"):
+        inspect.main(["org/other"])
+    assert inspect.main(["org/adapter"]) == 0  # cached
+    assert cell(capsys.readouterr().out, "needs") == ["org/base"]
+
+
 def test_hostile_class_names(clip, tmp_path, capsys):
     task = OrionTask.from_names([HOSTILE, "dog"], templates=["a {}"])
     adapter(clip, task).save_pretrained(tmp_path / "adapter")
@@ -170,6 +242,11 @@ def test_hostile_class_names(clip, tmp_path, capsys):
 def test_what_cannot_be_inspected_says_why(clip, saved, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"has no orion_config\.json"):
         inspect.main([str(clip)])
+    for name in (str(tmp_path / "gone"), "./gone", "a/b/c"):
+        with pytest.raises(OSError, match=f"{name}: there is no such folder, and it is no Hub id"):
+            inspect.main([name])
+    with pytest.raises(ValueError, match="--images_per_class must be at least 1"):
+        inspect.main([str(saved / "adapter"), "--images", "--images_per_class", "0"])
     # Without its base an adapter still tells what its own files hold.
     folder = tmp_path / "alone"
     folder.mkdir()
@@ -178,7 +255,10 @@ def test_what_cannot_be_inspected_says_why(clip, saved, tmp_path, capsys):
     config = folder / "adapter_config.json"
     config.write_text(config.read_text().replace(str(clip), str(tmp_path / "gone")))
     assert inspect.main([str(folder)]) == 0
-    assert "could not be loaded" in cell(capsys.readouterr().out, "not loaded")[0]
+    text = capsys.readouterr().out
+    assert "could not be loaded" in cell(text, "not loaded")[0] and cell(text, "needs") == [str(tmp_path / "gone")]
+    with pytest.raises(ValueError, match=r"images cannot be encoded: .* could not be loaded"):
+        inspect.main([str(folder), "--images"])
     (folder / PROTOTYPES_NAME).unlink()
     with pytest.raises(ValueError, match="its model could not be loaded"):
         inspect.main([str(folder)])

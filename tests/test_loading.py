@@ -215,3 +215,18 @@ def test_adapter_of_the_embedded_model(tmp_path):
 def test_unknown_embedded_model():
     with pytest.raises(ValueError, match="unknown embedded model"):
         OrionCLIPTextModel.from_pretrained("embedded:huge-clip")
+
+
+def test_what_is_nowhere_is_named(tmp_path):
+    with pytest.raises(OSError, match="gone: there is no such folder, and it is no Hub id"):
+        OrionCLIPTextModel.from_pretrained(tmp_path / "gone")
+    for name in ("org/gone", "gone"):  # ids without an organisation are legal
+        with pytest.raises(OSError, match=f"^{name}: there is no such folder, and offline only what is cached"):
+            OrionCLIPTextModel.from_pretrained(name, local_files_only=True, cache_dir=tmp_path / "cache")
+    model = OrionCLIPTextModel.from_pretrained(save_tiny_clip(tmp_path / "base"))
+    model.task = TASK
+    model.add_lora(rank=2)
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"adapter: its base model '.*base' could not be loaded.*no such folder"):
+        OrionCLIPTextModel.from_pretrained(tmp_path / "adapter")

@@ -2,7 +2,10 @@
 
 import pytest
 
+from orion_hf.class_batches import ClassBatches
 from orion_hf.commands.finetune import parse_arguments
+from orion_hf.tasks import OrionTask
+from orion_hf.training_args import OrionTrainingArguments
 
 FLAGS = ["--model", "embedded:tiny-clip", "--output_dir", "out"]
 
@@ -46,3 +49,14 @@ def test_unknown_options_are_named_without_their_values():
     with pytest.raises(ValueError, match="unknown option: --api_key") as error:
         parse_arguments([*FLAGS, "--api_key", "hf_SENTINEL"])
     assert "hf_SENTINEL" not in str(error.value)
+
+
+@pytest.mark.parametrize("setting", ["class_text", "lr_scheduler_type", "mixed_precision", "report_to"])
+def test_words_that_are_no_choice_are_refused_in_code_too(setting):
+    with pytest.raises(ValueError, match=f"--{setting} must be one of .*, got foo"):
+        OrionTrainingArguments("out", **{setting: "foo"})
+
+
+def test_batches_of_an_unknown_class_text_are_refused():
+    with pytest.raises(ValueError, match="class_text must be one of template_mean, template, name, got 'foo'"):
+        ClassBatches(OrionTask.from_names(["cat", "dog"]), None, 0, class_text="foo")

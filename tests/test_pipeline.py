@@ -213,6 +213,21 @@ def test_bad_template_and_top_k(ours, images):
         ours(images[0], top_k=0)
 
 
+def test_unknown_options_are_refused_and_the_stock_ones_are_not(ours, repositories, images):
+    with pytest.raises(ValueError, match=r"has no option 'class_prompt', 'topk': choose from candidate_labels, "):
+        ours(images[0], topk=3, class_prompt={})
+    with pytest.raises(ValueError, match="has no option 'topk'"):
+        OrionZeroShotImageClassificationPipeline(repositories["merged"], device="cpu", topk=2)
+    expected = scores(ours(images[0]))
+    given = {"batch_size": 2, "num_workers": 0, "timeout": 5.0, "tokenizer_kwargs": {"padding": False}}
+    assert scores(ours(images=images, **given)[0]) == pytest.approx(expected, abs=1e-5)
+    classify = pipeline(
+        "orion-zero-shot-image-classification",
+        model=repositories["merged"], device="cpu", batch_size=2, num_workers=0, dtype=torch.float32, timeout=5.0,
+    )  # fmt: skip
+    assert scores(classify(images[0])) == pytest.approx(expected, abs=1e-5)
+
+
 def test_an_unreadable_image_is_named(ours, images, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"not a picture")

@@ -274,6 +274,40 @@ def test_lambda_sweep_axis_and_no_orth():
     assert given.axes[0].lines[-1].get_ydata()[0] == 60.0
 
 
+@pytest.mark.parametrize("line", [True, False])
+def test_an_unknown_interval_is_not_drawn(line):
+    values = [1, 2, 4] if line else ["a", "b", "c"]
+    figure = plots.setting_sweep("setting", values, [60.0, 61.0, 62.0], [None, 0.5, None])
+    bars = figure.axes[0].containers[0].lines[2][0].get_segments()
+    assert [len(bar) for bar in bars] == [0, 2, 0]
+    check(figure)
+    check(plots.lambda_sweep([2, 20], [66.0, 65.0], [None, None]))
+    with pytest.raises(ValueError, match="intervals must be"):
+        plots.lambda_sweep([2, 20], [66.0, 65.0], [-1, None])
+
+
+@pytest.mark.parametrize("num_values", [1, 3, 10, 30])
+def test_a_sweep_says_what_it_is_of_and_marks_every_point(num_values):
+    title = f"org/model, lora_rank 4, {'a task, ' * 30}$x$"
+    means = 60 + 5 * np.sin(np.linspace(0, 3, num_values))
+    figure = plots.lambda_sweep(np.logspace(-1, 4, num_values), means, [None] * num_values, title=title)
+    texts = check(figure)
+    assert any(text.startswith("org/model, lora_rank 4") for text in texts)
+    axis = figure.axes[0].xaxis
+    assert len({*axis.get_ticklocs(), *axis.get_ticklocs(minor=True)}) == num_values
+    assert sum(f"{mean:.1f}" in texts for mean in means) >= 0.9 * num_values
+    lambdas = sum("λ = " in text for text in texts)
+    assert lambdas == num_values if num_values <= 3 else lambdas > 4
+
+
+def test_words_are_not_broken():
+    label = plots._wrapped("zero-shot, embedded:tiny-clip, 3 datasets", 6)
+    assert "embe\n" not in label and max(map(len, label.split("\n"))) <= 15
+    assert label.split("\n")[-1].endswith("datasets")
+    assert plots._wrapped("zero-shot, metaclip-h14-fullcc2.5b", 6) == "zero-shot,\nmetaclip-h14-\nfullcc2.5b"
+    assert "…" in plots._wrapped("awordwithoutanyendtoit")
+
+
 def test_training_curves_join_the_steps_of_an_epoch():
     rows = log_rows(epochs=3, steps=2)
     fidelity, orthogonality, cosines, moved = plots.training_curves(rows).axes
@@ -323,7 +357,7 @@ def test_numpy_half_precision_and_gradients_are_taken():
         (lambda v, x: plots.lambda_sweep([-1], [60], [0.1]), "at least 0"),
         (lambda v, x: plots.lambda_sweep([1, 2], [60], [0.1]), "equally long"),
         (lambda v, x: plots.training_curves([]), "training_log.jsonl"),
-        (lambda v, x: plots.training_curves([{"orthogonality": 1.0, "epoch": 1}]), "fidelity"),
+        (lambda v, x: plots.training_curves([{"orthogonality": 1.0, "epoch": 1}]), "log_rows has no step"),
         (lambda v, x: plots.accuracy_against_displacement([{"epoch": 1}]), "validation set"),
     ],
 )

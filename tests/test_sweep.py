@@ -1,6 +1,7 @@
 """Sweeps: every combination once, measured as by hand, continued where they stopped."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -165,6 +166,51 @@ def test_another_setting_is_another_run(clip, finished, monkeypatch):
     assert asked[0].args.weight_decay == 0.5 and not asked[0].cell.exists()
 
 
+def test_another_command_in_the_folder_adds_its_runs(clip, finished, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    measure, trained = sweep.measure, []
+    monkeypatch.setattr(sweep, "measure", lambda run, *rest: trained.append(run.args) or measure(run, *rest))
+
+    def points():
+        return {(p.settings["orthogonality_weight"], p.settings.get("weight_decay")) for p in found}
+
+    assert run(clip, folder, "--lambda", "2", "20", "--seeds", "1") == 0
+    assert not trained and "4 of the 6 runs are of other commands" in capsys.readouterr().out
+    cells = cells_of(folder)
+    assert sorted(map(json.dumps, cells)) == sorted(map(json.dumps, cells_of(finished)))
+    assert [c["sweep"]["orthogonality_weight"] for c in cells[:6]] == [2.0] * 3 + [20.0] * 3  # those asked for first
+    found = sweep_points(read_results([folder]))
+    assert points() == {(0.0, None), (2.0, None), (20.0, None)}
+
+    # What the other command changed without sweeping it is now what tells the runs apart.
+    assert run(clip, folder, "--lambda", "2", "--seeds", "1", "--weight_decay", "0.5") == 0
+    assert [args.weight_decay for args in trained] == [0.5] and len(cells_of(folder)) == 21
+    found = sweep_points(read_results([folder]))
+    assert points() == {(0.0, 0.01), (2.0, 0.01), (20.0, 0.01), (2.0, 0.5)}
+    assert {p.accuracy.runs for p in found if p.settings["weight_decay"] == 0.01} == {2}
+
+    # So are the images.
+    assert run(clip, folder, "--lambda", "2", "--seeds", "1", "--images_per_class", "1") == 0
+    counts = {(c["sweep"]["images_per_class"], c["num_images"]) for c in cells_of(folder)}
+    classes = OrionTask.from_name("tiny-shapes").num_classes
+    assert counts == {(2, 2 * classes), (1, classes)}
+
+
+def test_a_file_that_is_no_cell_is_named(clip, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    for text in ("[", "{}", "[]", '[{"top1": 1}]'):
+        (folder / "cells" / "odd.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"odd\.json: .* Remove this file"):
+            run(clip, folder)
+
+
+def test_checkpoints_of_another_command_stay(clip, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    (folder / "running" / "another").mkdir(parents=True)
+    assert run(clip, folder) == 0
+    assert (folder / "running" / "another").is_dir()
+
+
 def test_a_run_that_diverges_is_named_and_the_others_stay(clip, tmp_path, monkeypatch, capsys):
     def diverge(trainer):
         if trainer.args.orthogonality_weight == 20:
@@ -174,9 +220,38 @@ def test_a_run_that_diverges_is_named_and_the_others_stay(clip, tmp_path, monkey
     train = OrionTrainer.train
     monkeypatch.setattr(OrionTrainer, "train", diverge)
     assert run(clip, tmp_path, "--overwrite_output_dir") == 1
-    assert "orthogonality_weight': 20.0}: the loss is NaN" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "orthogonality_weight': 20.0}: the loss is NaN" in printed.err
+    assert "failed    2 of 6 runs" in printed.out and "tiny-shapes, lambda 20.0: seed 0, 1\n" in printed.out
     assert sum(c["top1"] is None for c in cells_of(tmp_path)) == 2
     assert len(sweep_points(read_results([tmp_path]))) == 2
+
+    # Tried again with the same command, and only they.
+    again = []
+    monkeypatch.setattr(OrionTrainer, "train", lambda trainer: again.append(trainer.args.seed) or train(trainer))
+    assert run(clip, tmp_path, "--overwrite_output_dir") == 0
+    printed = capsys.readouterr()
+    assert again == [0, 1] and "4 of them done; 2 that failed are tried again" in printed.err
+    assert "failed" not in printed.out and all(c["top1"] is not None for c in cells_of(tmp_path))
+    assert len(sweep_points(read_results([tmp_path]))) == 3
+
+
+def test_each_process_tries_its_own_failed_runs_again(clip, finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    for path in (folder / "cells").iterdir():
+        cells = json.loads(path.read_text(encoding="utf-8"))
+        if cells[-1]["sweep"]["orthogonality_weight"] == 0:  # the first two runs, one of each process
+            cells[-1] |= {"top1": None, "error": "the loss is NaN"}
+            path.write_text(json.dumps(cells), encoding="utf-8")
+    trained = []
+    measure = sweep.measure
+    monkeypatch.setattr(sweep, "measure", lambda run, *rest: trained.append(run.cell) or measure(run, *rest))
+    for rank, code in (("0", 1), ("1", 0)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        assert run(clip, folder) == code
+        assert len(set(trained)) == len(trained) == int(rank) + 1
+    assert cells_of(folder) == cells_of(finished)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +259,7 @@ def test_a_run_that_diverges_is_named_and_the_others_stay(clip, tmp_path, monkey
     [
         (["--seeds", "2"], "nothing to sweep"),
         (["--lambda", "2", "--seeds", "0"], "--seeds must be at least 1"),
+        (["--lambda", "2", "--images_per_class", "0"], "--images_per_class must be at least 1, got 0"),
         (["--lambda", "2", "--training_free", "svd"], "nothing to sweep"),
         (["--lambda", "2", "-1"], "orthogonality_weight must be 0 or more"),
         (["--class_text", "name", "--target_displacement", "0.1"], "needs --class_text template_mean"),
@@ -192,3 +268,17 @@ def test_a_run_that_diverges_is_named_and_the_others_stay(clip, tmp_path, monkey
 def test_bad_options_are_one_clear_error(flags, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         sweep.main([*flags, "--task", "tiny-land", "--model", "embedded:tiny-clip", "--output_dir", str(tmp_path)])
+
+
+def test_words_that_are_no_choice_and_missing_options(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--class_text", "template_mean", "foo", "--output_dir", str(tmp_path)])
+    assert "orion-hf sweep: error: argument --class_text: invalid choice: 'foo'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.main(["--help"])
+    assert "--class_text {template_mean,template,name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        sweep.main(["--lambda", "2", "--output_dir", str(tmp_path)])
+    assert "orion-hf sweep: error: the following arguments are required: --model" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown option: --nope; orion-hf sweep --help"):
+        sweep.main(["--lambda", "2", "--model", "embedded:tiny-clip", "--output_dir", str(tmp_path), "--nope"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..features import ImageEncoder
 from ..geometry import MEASURE_NAMES, cosine_dispersion, displacement, feature_scatter, prototype_geometry
 from ..labelled import LabelledFeatures
 from ..layout import Block, Heading, Paragraph, Table, as_html, as_text, picture, write_text
-from ..modeling_orion import OrionCLIPTextModel
+from ..modeling_orion import LORA_TARGETS, OrionCLIPTextModel
 from ..report import class_pictures
 from ..repository import (
     ADAPTER_CONFIG_NAME,
@@ -49,16 +50,18 @@ class Subject:
 
     Attributes:
         kind: "adapter", "merged model" or "prototypes without training".
-        base: the model that the adapter needs, or whose vision tower goes with the prototypes.
+        needs: name of the model that the adapter needs, or whose vision tower goes with the prototypes.
+        base: that model, if it is within reach; of a merged model itself.
         before, after: V and X, ``(K, d)``: means over the training templates.
         model: the text encoder; None for prototypes alone, or if the base could not be had.
-        problem: why there is no model.
+        problem: why there is no model or no base.
     """
 
     repository: Repository
     config: OrionConfig
     task: OrionTask
     kind: str
+    needs: str | None
     base: Repository | None
     before: Tensor
     after: Tensor
@@ -82,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--images_per_class", type=int, help="at most so many images of each class")
     parser.add_argument("--html", metavar="FILE", help="write a page with figures as well")
     args = parser.parse_args(argv)
+    if args.images_per_class is not None and args.images_per_class < 1:
+        raise ValueError(f"--images_per_class must be at least 1, got {args.images_per_class}.")
 
     subject = open_subject(args.model, args.revision)
     blocks = [*settings_blocks(subject), *geometry_blocks(subject), *class_blocks(subject)]
@@ -94,10 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         blocks += image_blocks(subject, images)
         if args.html is not None and subject.task.num_classes > 1:
             figures += _map(subject, images)
+    if args.html is not None:  # before the text, whose reader may be a pipe that closes early
+        write_text(args.html, as_html(f"ORION: {args.model}", [*blocks, Heading("Figures"), *figures]))
     print(as_text(blocks))
     if args.html is not None:
-        page = as_html(f"ORION: {args.model}", [*blocks, Heading("Figures"), *figures])
-        print(f"\npage      {write_text(args.html, page)}")
+        print(f"\npage      {args.html}")
     return 0
 
 
@@ -111,21 +117,25 @@ def open_subject(name: str, revision: str | None = None) -> Subject:
     if config is None or config.task is None:
         raise ValueError(f"{name} has no orion_config.json that names its classes: give an ORION adapter or model.")
     adapter = Adapter.find(repository)
-    base: Repository | None
     if adapter is not None:
-        kind, base = "adapter", adapter.base(repository, config)
-    elif repository.file("config.json") is not None:
-        kind, base = "merged model", repository
+        kind, needs = "adapter", adapter.config.base_model_name_or_path
     else:
-        kind, base = "prototypes without training", _base_of_prototypes(repository, config)
+        merged = repository.file("config.json") is not None
+        kind, needs = "merged model" if merged else "prototypes without training", config.base_model
+    base: Repository | None = None
     model, problem = None, None
-    if kind != "prototypes without training":
-        try:
+    try:
+        if adapter is not None:
+            base = adapter.base(repository, config)
+            needs = base.name
+        else:
+            base = repository if kind == "merged model" else _base_of_prototypes(repository, config)
+        if kind != "prototypes without training":
             model = OrionCLIPTextModel.from_pretrained(name, revision=revision, dtype=torch.float32)
-        except OSError as error:
-            problem = str(error).splitlines()[0]
+    except OSError as error:
+        problem = str(error).splitlines()[0]
     before, after = _prototypes(repository, config.task, model, problem)
-    return Subject(repository, config, config.task, kind, base, before, after, model, problem)
+    return Subject(repository, config, config.task, kind, needs, base, before, after, model, problem)
 
 
 def _base_of_prototypes(repository: Repository, config: OrionConfig) -> Repository | None:
@@ -161,6 +171,8 @@ def _without_adapter(model: OrionCLIPTextModel, templates: Any = None) -> Tensor
 
 def load_images(subject: Subject, source: str | None, split: str, images_per_class: int | None) -> LabelledFeatures:
     """Images of the model's classes, through the vision tower of its base."""
+    if subject.base is None and subject.problem is not None:
+        raise ValueError(f"images cannot be encoded: {subject.problem}")
     if subject.base is None:
         raise ValueError(f"{subject.repository.name} does not say which base model it needs: images cannot be encoded.")
     encoder = ImageEncoder.from_pretrained(subject.base.name, subject.base.commit)
@@ -173,7 +185,7 @@ def load_images(subject: Subject, source: str | None, split: str, images_per_cla
 def settings_blocks(subject: Subject) -> list[Block]:
     """What it is, what it needs, how large it is, how it was trained."""
     config, task, model = subject.config, subject.task, subject.model
-    base = config.base_model if subject.base is None or subject.base is subject.repository else subject.base.name
+    base = subject.needs
     revision = config.base_revision or (subject.base.commit if subject.base is not None else None)
     facts = [
         ("repository", subject.repository.name),
@@ -190,6 +202,8 @@ def settings_blocks(subject: Subject) -> list[Block]:
         facts.append(("parameters of the text encoder", f"{rest:,}"))
         if lora:
             facts.append(("trained (LoRA)", f"{lora:,}, {100 * lora / (lora + rest):.2f} % of all"))
+        elif subject.kind == "merged model":
+            facts.append(("trained (LoRA)", _merged_lora(model, config, rest)))
     if subject.problem is not None:
         facts.append(("not loaded", subject.problem))
     for name in (ADAPTER_WEIGHTS_NAME, "model.safetensors", PROTOTYPES_NAME, ADAPTER_CONFIG_NAME):
@@ -201,6 +215,17 @@ def settings_blocks(subject: Subject) -> list[Block]:
     if training:
         blocks += [Heading("Training"), Table(("setting", "value"), tuple(training), names=2)]
     return blocks
+
+
+def _merged_lora(model: OrionCLIPTextModel, config: OrionConfig, parameters: int) -> str:
+    """What the settings of the training tell of a LoRA that is in the weights now."""
+    rank = config.training.get("lora_rank")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        return "merged into the weights; its rank is not recorded"
+    sides = [m.weight.shape for name, m in model.named_modules() if re.fullmatch(LORA_TARGETS, name)]
+    lora = sum(rank * (rows + columns) for rows, columns in sides)
+    share = 100 * lora / (lora + parameters)
+    return f"merged into the weights; rank {rank}, {lora:,} when trained, {share:.2f} % of all"
 
 
 def geometry_blocks(subject: Subject) -> list[Block]:
@@ -279,10 +304,14 @@ def image_blocks(subject: Subject, images: LabelledFeatures) -> list[Block]:
 
 
 def prototypes_by_reading(subject: Subject) -> dict[str, Tensor]:
-    """Classifiers by name, from CLIP to ORION; with an adapter also those of the evaluation template."""
+    """Classifiers by name; the first and the last, which are compared, are of the same prompts.
+
+    CLIP with the evaluation template is known of an adapter alone: of what a merged model was there is V and no more.
+    """
     averaged = {"averaged prompts": subject.before}
     if subject.model is None or not subject.model.has_lora:
-        return {**averaged, "this model, averaged prompts": subject.after}
+        own = {} if subject.model is None else {"this model": subject.model.prototypes()}
+        return {**averaged, **own, "this model, averaged prompts": subject.after}
     clip = {"CLIP": _without_adapter(subject.model)}
     return {**clip, **averaged, "ORION, averaged prompts": subject.after, "ORION": subject.model.prototypes()}
 

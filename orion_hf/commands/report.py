@@ -19,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help="write there instead of to the screen")
     parser.add_argument("--full", action="store_true", help="also the paper's tables of which nothing was run")
     args = parser.parse_intermixed_args(argv)
+    chosen: Any = args.format or ("md" if args.output is None else _SUFFIXES.get(Path(args.output).suffix.lower()))
+    if chosen is None:
+        raise ValueError(f"--output {args.output}: the name must end in {', '.join(_SUFFIXES)}, or give --format.")
 
     from ..cells import read_results, results_files
     from ..layout import write_text
@@ -26,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     text = report(
         read_results(args.results),
-        args.format or _SUFFIXES.get(Path(args.output or "").suffix.lower(), "md"),
+        chosen,
         files=results_files(args.results),
         full=args.full,
     )

@@ -5,7 +5,8 @@ accelerate launch --num_processes 4 training/sweep.py ...     # each process tak
 
 Every combination of the values given is trained and measured zero-shot with the task's evaluation template. Options
 that --help does not list are those of orion-hf finetune, the same in all runs. The paper's own lambda grows by 1.15 an
-epoch; --orthogonality_growth 1 keeps it at the value swept. The same command continues an interrupted sweep.
+epoch; --orthogonality_growth 1 keeps it at the value swept. The same command continues an interrupted sweep and tries
+failed runs again; another command with the same --output_dir adds its runs to those that are there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,22 @@ import torch
 from accelerate import Accelerator
 
 from .. import __version__
-from ..cells import read_results
+from ..cells import canonical, read_results
 from ..checkpoint import checkpoints
+from ..escaping import printable
 from ..features import ImageEncoder, digest_of
+from ..files import read_json
 from ..labelled import LabelledFeatures
 from ..layout import as_text, write_text
 from ..modeling_orion import OrionCLIPTextModel
+from ..options import parse_dataclasses
 from ..results import RESULTS_NAME
 from ..sweep import sweep_curves, sweep_points, sweep_table
+from ..tables import plain
 from ..tasks import OrionTask
 from ..trainer import OrionTrainer, TrainingError, build_accelerator
-from ..training_args import OrionTrainingArguments
-from .finetune import FinetuneArguments, load_base, parse_arguments, read_tasks
+from ..training_args import OrionTrainingArguments, setting_choices
+from .finetune import FinetuneArguments, load_base, read_tasks
 
 _INTERRUPTED = 130
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -52,15 +58,27 @@ _SWEPT: dict[str, tuple[str, Any]] = {
     "--class_text": ("class_text", str),
     "--target_displacement": ("target_displacement", float),
 }
+_SHORT = {name: flag.removeprefix("--") for flag, (name, _) in _SWEPT.items()}
+_LARGEST_CELL = 2**20
+
+Cell = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its task, its settings, those of them that the sweep varies, and where its cell is kept."""
+    """One training.
+
+    Attributes:
+        task, args: what is trained, and its settings.
+        swept: those of the settings that the sweep varies.
+        measured_on: what else its figures depend on: images, texts, revision of the model.
+        cell: where its figures are kept.
+    """
 
     task: OrionTask
     args: OrionTrainingArguments
     swept: dict[str, Any]
+    measured_on: dict[str, Any]
     cell: Path
 
 
@@ -69,17 +87,28 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options, rest = _parser().parse_known_args(argv)
     share, shares = _share_of_launch()
-    script, args = parse_arguments(rest)
+    script, args = parse_dataclasses(
+        (FinetuneArguments, OrionTrainingArguments),
+        rest,
+        prog="orion-hf sweep",
+        description=__doc__.split("\n")[0],
+        config=True,
+    )
     runs = plan(options, script, args)
     output_dir = Path(args.output_dir)
-    missing = [run for run in runs if not run.cell.is_file()]
+    mine = runs[share::shares]
+    done = sum(run.cell.is_file() for run in runs)
+    failed = [run for run in mine if run.cell.is_file() and _has_failed(read_cells(run.cell))]
     if share == 0:
-        print(f"{len(runs)} runs, {len(runs) - len(missing)} of them done; {output_dir}", file=sys.stderr)
-    if missing:
+        again = f"{len(failed)} that failed are tried again; " if failed else ""
+        print(f"{len(runs)} runs, {done - len(failed)} of them done; {again}{output_dir}", file=sys.stderr)
+    if failed or not all(run.cell.is_file() for run in mine):
         base, accelerator = load_base(script), build_accelerator(args)
         encoder = ImageEncoder.from_pretrained(script.model, script.revision)
         images: dict[str, LabelledFeatures] = {}
-        for run in runs[share::shares]:
+        for run in failed:  # no other process takes them for done
+            run.cell.unlink(missing_ok=True)
+        for run in mine:
             if run.cell.is_file():
                 continue
             if run.task.name not in images:
@@ -110,29 +139,36 @@ def plan(options: argparse.Namespace, script: FinetuneArguments, args: OrionTrai
         raise ValueError("--push_to_hub does not go with a sweep: push the setting you chose with orion-hf finetune.")
     if options.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {options.seeds}.")
+    if options.images_per_class is not None and options.images_per_class < 1:
+        raise ValueError(f"--images_per_class must be at least 1, got {options.images_per_class}.")
     given = {name: values for name, _ in _SWEPT.values() if (values := getattr(options, name)) is not None}
     if not given:
         raise ValueError(f"nothing to sweep: give values to one of {', '.join(_SWEPT)}.")
     args = replace(args, **{name: values[0] for name, values in given.items()})
     swept = {name: list(dict.fromkeys(values)) for name, values in given.items() if len(values) > 1} or given
     output_dir = Path(args.output_dir)
-    measured_on = {key: getattr(options, key) for key in ("images", "split", "images_per_class")} | {
-        "model": script.model,
-        "revision": script.revision,
-    }
+    images = {key: getattr(options, key) for key in ("images", "split", "images_per_class")}
+    model = {"model": script.model, "revision": script.revision}
     runs = []
     for task in read_tasks(script):
+        measured_on = images | {
+            "revision": script.revision,
+            "classes": digest_of({"names": task.class_names})[:8],
+            "templates": "; ".join(task.templates),
+            "eval_template": task.eval_template,
+        }
         for values in itertools.product(*swept.values()):
             settings = dict(zip(swept, values, strict=True))
             for seed in range(options.seeds):
                 run_args = replace(args, **settings, seed=seed)
-                key = digest_of({"task": task.to_dict(), "settings": run_args.settings(), **measured_on})[:16]
+                key = digest_of({"task": task.to_dict(), "settings": run_args.settings(), **images, **model})[:16]
                 folder = output_dir / "running" / key
                 runs.append(
                     Run(
                         task,
                         replace(run_args, output_dir=str(folder), resume_from_checkpoint=None),
                         settings,
+                        measured_on,
                         output_dir / "cells" / f"{_file_name(task.name)}-{key}.json",
                     )
                 )
@@ -154,6 +190,7 @@ def measure(
         "seed": args.seed,
         "num_images": len(images),
         "sweep": run.swept,
+        "measured_on": run.measured_on,
     }
     model.task = run.task
     cells = [
@@ -185,12 +222,14 @@ def measure(
 
 
 def finish(runs: list[Run], output_dir: Path, command: list[str]) -> int:
-    """Gather the cells into results.json, draw the curves, print the table."""
-    cells = [cell for run in runs for cell in json.loads(run.cell.read_text(encoding="utf-8"))]
+    """Gather the cells of the folder into results.json, draw the curves, print the table."""
+    own = [run.cell for run in runs]
+    earlier = sorted(set((output_dir / "cells").glob("*.json")).difference(own))  # of other commands
+    measured = apart([read_cells(path) for path in (*own, *earlier)])
+    cells = [cell for run in measured for cell in run]
     results = {"kind": "sweep", "orion_hf_version": __version__, "command": shlex.join(command), "cells": cells}
     path = write_text(output_dir / RESULTS_NAME, json.dumps(results, indent=2) + "\n")
-    failed = [cell for cell in cells if cell["top1"] is None]
-    points = sweep_points(read_results([path])) if len(failed) < len(runs) else []
+    points = sweep_points(read_results([path]), with_failed=True)
     if points:
         print(as_text([sweep_table(points)]))
         print(
@@ -198,11 +237,68 @@ def finish(runs: list[Run], output_dir: Path, command: list[str]) -> int:
         )
         for plot in _write_curves(points, output_dir):
             print(f"plot      {plot}")
+    if earlier:
+        print(f"earlier   {len(earlier)} of the {len(measured)} runs are of other commands in this folder")
+    failed = [run[-1] for run in measured if _has_failed(run)]
+    if failed:
+        print(f"failed    {len(failed)} of {len(measured)} runs, of which there is no figure:")
+    seeds: dict[str, list[int]] = {}
+    for cell in failed:
+        settings = ", ".join(f"{_SHORT.get(name, name)} {plain(value)}" for name, value in cell["sweep"].items())
+        seeds.setdefault(printable(f"{cell['task']}, {settings}"), []).append(cell["seed"])
+    for name, numbers in seeds.items():
+        print(f"          {name}: seed {', '.join(map(str, numbers))}")
     print(f"results   {path}")
     for cell in failed:
-        print(f"failed: {cell['task']}, seed {cell['seed']}, {cell['sweep']}: {cell['error']}", file=sys.stderr)
-    shutil.rmtree(output_dir / "running", ignore_errors=True)
-    return 1 if failed else 0
+        print(f"failed: {cell['task']}, seed {cell['seed']}, {cell['sweep']}: {cell.get('error')}", file=sys.stderr)
+    for run in runs:
+        shutil.rmtree(run.args.output_dir, ignore_errors=True)
+    with suppress(OSError):  # not empty: it holds a checkpoint of another command that was interrupted
+        (output_dir / "running").rmdir()
+    return 1 if any(map(_has_failed, measured[: len(runs)])) else 0
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """What is kept of one run: the cells of CLIP and of averaged prompts, then that of the training."""
+    advice = "Remove this file; the sweep it is of measures it again."
+    cells = read_json(path, _LARGEST_CELL, advice)
+    needed = {"task": str, "model": str, "seed": int, "sweep": dict}
+    valid = isinstance(cells, list) and all(
+        isinstance(cell, dict) and "top1" in cell and all(isinstance(cell.get(k), kind) for k, kind in needed.items())
+        for cell in cells
+    )
+    valid = valid and len(cells) > 0 and isinstance(cells[-1].get("training"), dict)
+    if not valid or not isinstance(cells[-1].get("measured_on", {}), dict):
+        raise ValueError(f"{path}: not the cells of a run of a sweep. {advice}")
+    return cells
+
+
+def _has_failed(cells: list[Cell]) -> bool:
+    return cells[-1]["top1"] is None
+
+
+def apart(runs: Sequence[list[Cell]]) -> list[list[Cell]]:
+    """The cells of runs, with all settings in which any two of the runs differ as what was swept.
+
+    Commands that share a folder may differ in more than what each of them varied: cells that were told apart by that
+    alone would seem to be two figures of the same setting. If no setting differs, what was swept is kept.
+    """
+    values: dict[tuple[str, ...], set[str]] = {}
+    order: dict[str, None] = {name: None for run in runs for name in run[-1]["sweep"]}
+    swept = set(order)
+    for *_, cell in runs:
+        for name, value in cell["training"].items():
+            values.setdefault((name,), set()).add(canonical(value))
+        for name, value in cell.get("measured_on", {}).items():  # tasks differ in templates and models in revisions
+            values.setdefault((name, cell["task"], cell["model"]), set()).add(canonical(value))
+    order |= {name: None for name, *_ in values}
+    varied = {name for (name, *_), found in values.items() if len(found) > 1} - {"seed"} or swept
+    named = []
+    for run in runs:
+        settings = {**run[-1].get("measured_on", {}), **run[-1]["training"]}
+        sweep = {name: "none" if (value := settings.get(name)) is None else value for name in order if name in varied}
+        named.append([{**cell, "sweep": sweep} for cell in run])
+    return named
 
 
 def _write_curves(points: list[Any], output_dir: Path) -> Iterator[Path]:
@@ -225,7 +321,11 @@ def _write_curves(points: list[Any], output_dir: Path) -> Iterator[Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="orion-hf sweep", description=__doc__.split("\n")[0], allow_abbrev=False)
     for flag, (name, kind) in _SWEPT.items():
-        parser.add_argument(flag, dest=name, type=kind, nargs="+", metavar="VALUE", help=f"values of {name}")
+        choices = setting_choices().get(name)
+        metavar = None if choices else "VALUE"
+        parser.add_argument(
+            flag, dest=name, type=kind, nargs="+", choices=choices, metavar=metavar, help=f"values of {name}"
+        )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting, seeds 0, 1, ... (default: 3)")
     parser.add_argument("--images", metavar="SOURCE", help="image folder or Hub dataset instead of the task's own")
     parser.add_argument("--split", default="test", help="split of the images (default: test)")

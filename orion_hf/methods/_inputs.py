@@ -1,6 +1,7 @@
 """The checks every method makes on what it is given."""
 
 import math
+import numbers
 import warnings
 
 import torch
@@ -66,6 +67,8 @@ def check_range(low: float, high: float = math.inf, *, above: bool = False, **op
         ValueError: n_neighbors must be at least 1, not 0.
     """
     for name, value in options.items():
+        if not isinstance(value, numbers.Real):
+            raise ValueError(f"{name} must be a number, not {value!r}.")
         if not low <= value <= high or (above and value == low):
             limits = f"{'above' if above else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
             raise ValueError(f"{name} must be {limits}, not {value}.")

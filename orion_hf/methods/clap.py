@@ -29,7 +29,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .estimator import Estimator, epoch_learning_rates, generator, query_features, support_set
+from ._inputs import check_range
+from .estimator import (
+    Estimator,
+    check_counts,
+    check_order,
+    epoch_learning_rates,
+    generator,
+    query_features,
+    support_set,
+)
 
 PAPER = "Silva-Rodriguez et al., A Closer Look at the Few-Shot Adaptation of Large Vision-Language Models, CVPR 2024"
 INPUTS = "few-shot"
@@ -165,7 +174,8 @@ class _CosineAdapter(Estimator):
         Args:
             features: ``(N, d)`` image features, or ``(E, N, d)`` of E augmentation passes; not necessarily normalised.
             labels: ``(N,)`` class indices.
-            prototypes: ``(K, d)`` text prototypes t, from CLIP or ORION.
+            prototypes: ``(K, d)`` text prototypes t, from CLIP or ORION; ``(1, K, d)`` for scikit-learn's searches,
+                which would otherwise split K prototypes among the folds when there are K images.
             shuffle: ``(epochs, E N)`` order of the pool in each epoch instead of random ones, to repeat a run; with
                 fewer rows than `epochs` the training stops after them.
             initial: starting values of learnt tensors by name instead of the usual ones.
@@ -173,11 +183,11 @@ class _CosineAdapter(Estimator):
         Returns:
             self, with ``loss_per_step_`` and ``lr_per_step_`` besides what was learnt.
         """
+        self._check_options()
         features, labels, prototypes = support_set(features, labels, prototypes)
         passes, images, _ = features.shape
         pool, pool_labels = features.flatten(0, 1), labels.repeat(passes)
-        if shuffle is not None and shuffle.shape[1] != len(pool):
-            raise ValueError(f"shuffle must order {len(pool)} vectors in each row, got {tuple(shuffle.shape)}.")
+        shuffle = check_order("shuffle", shuffle, len(pool))
         batches = self.batches_per_epoch or max(1, images // self.batch_size)
         rng = generator(self.random_state)
         given = dict(initial or {})
@@ -190,15 +200,16 @@ class _CosineAdapter(Estimator):
         rows = pool.new_empty(min(self.batch_size, len(pool)), pool.shape[1])
         for epoch in range(self.epochs if shuffle is None else min(self.epochs, len(shuffle))):
             order = torch.randperm(len(pool), generator=rng) if shuffle is None else shuffle[epoch]
-            for batch in order[: batches * self.batch_size].to(pool.device).split(self.batch_size):
+            for batch in order[: batches * self.batch_size].to(pool.device).split(int(self.batch_size)):
                 torch.index_select(pool, 0, batch, out=rows[: len(batch)])
                 losses.append(head.step(rows[: len(batch)], pool_labels[batch], rates[epoch]))
                 lr_per_step.append(rates[epoch])
             head.end_epoch()
-        for name, value in head.fitted().items():
-            setattr(self, name, value)
-        self.loss_per_step_ = torch.stack(losses).double()
-        self.lr_per_step_ = torch.tensor(lr_per_step, dtype=torch.float64)
+        self._set_fitted(
+            **head.fitted(),
+            loss_per_step_=torch.stack(losses).double(),
+            lr_per_step_=torch.tensor(lr_per_step, dtype=torch.float64),
+        )
         return self
 
     @torch.no_grad()
@@ -216,6 +227,14 @@ class _CosineAdapter(Estimator):
         initial: dict[str, Tensor],
     ) -> _Head:
         raise NotImplementedError
+
+    def _check_options(self) -> None:
+        check_counts(epochs=self.epochs, batch_size=self.batch_size)
+        if self.batches_per_epoch is not None:
+            check_counts(batches_per_epoch=self.batches_per_epoch)
+        check_counts(0, warmup_epochs=self.warmup_epochs)
+        check_range(0, lr=self.lr, warmup_lr=self.warmup_lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        check_range(0, above=True, logit_scale=self.logit_scale)
 
     def _linear_head(self, start: Tensor, **options: Any) -> _LinearHead:
         return _LinearHead(start, self.logit_scale, self.momentum, self.weight_decay, **options)
@@ -462,7 +481,7 @@ class _AdapterHead:
 
     def fitted(self) -> dict[str, Tensor]:
         down, up = (matrix.detach() for matrix in self.maps)
-        return {"weights_": self.prototypes, "mlp_down_": down, "mlp_up_": up}
+        return {"weights_": self.prototypes.clone(), "mlp_down_": down, "mlp_up_": up}
 
 
 def _adapt(features: Tensor, down: Tensor, up: Tensor, ratio: float) -> Tensor:
@@ -475,7 +494,7 @@ def _uniform(rows: int, columns: int, rng: torch.Generator) -> Tensor:
 
 
 def _initial(given: dict[str, Tensor], name: str, default: Tensor) -> Tensor:
-    value = given.pop(name, default)
+    value = torch.as_tensor(given.pop(name, default))
     if value.shape != default.shape:
         raise ValueError(f"initial[{name!r}] must be {tuple(default.shape)}, got {tuple(value.shape)}.")
     return value.to(default)

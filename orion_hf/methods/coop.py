@@ -13,13 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .estimator import Estimator, epoch_learning_rates, generator, query_features, support_set
+from ._inputs import check_range
+from .estimator import (
+    Estimator,
+    check_counts,
+    check_order,
+    epoch_learning_rates,
+    generator,
+    labelled_features,
+    query_features,
+)
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
@@ -77,8 +87,8 @@ class CoOp(Estimator):
     """Learnt context on a frozen text encoder.
 
     Args:
-        text_model: CLIP's or ORION's text encoder.
-        tokenizer: its tokenizer.
+        text_model: CLIP's or ORION's text encoder; only `fit` needs it.
+        tokenizer: its tokenizer; the same.
         class_names: K names; underscores become spaces.
         n_ctx: M, the number of learnt vectors.
         ctx_init: words to start from, such as ``"a photo of a"``: M becomes their number and the context is shared by
@@ -99,8 +109,8 @@ class CoOp(Estimator):
 
     def __init__(
         self,
-        text_model: CLIPTextModelWithProjection,
-        tokenizer: PreTrainedTokenizerBase,
+        text_model: CLIPTextModelWithProjection | None,
+        tokenizer: PreTrainedTokenizerBase | None,
         class_names: Sequence[str],
         *,
         n_ctx: int = 16,
@@ -161,8 +171,14 @@ class CoOp(Estimator):
         Returns:
             self, with ``ctx_``, ``prototypes_`` (unit rows), ``loss_per_step_`` and ``lr_per_step_``.
         """
-        width = self.text_model.text_projection.weight.shape[0]
-        features, labels, _ = support_set(features, labels, torch.zeros(len(self.class_names), width))
+        self._check_options()
+        width = self._encoder.text_projection.weight.shape[0]
+        features, labels = labelled_features(features, labels, len(self.class_names), "class_names")
+        if features.shape[2] != width:
+            raise ValueError(
+                f"features are {features.shape[2]} wide, but the text encoder gives {width}: "
+                "take both from the same CLIP model."
+            )
         features = F.normalize(features, dim=2)
         images = features.shape[1]
         epochs = published_epochs(int(labels.bincount().max())) if self.epochs is None else self.epochs
@@ -171,17 +187,21 @@ class CoOp(Estimator):
         rng = generator(self.random_state)
         packs = self.prompt_packs()
         ctx = self.initial_context(rng).to(features)
+        shuffle = check_order("shuffle", shuffle, images)
         if initial is not None:
-            if initial["ctx"].shape != ctx.shape:
-                raise ValueError(f"initial['ctx'] must be {tuple(ctx.shape)}, got {tuple(initial['ctx'].shape)}.")
-            ctx = initial["ctx"].to(ctx, copy=True)
+            if set(initial) != {"ctx"}:
+                raise ValueError(f"initial must hold 'ctx', the context to start from, not {sorted(initial)}.")
+            given = torch.as_tensor(initial["ctx"])
+            if given.shape != ctx.shape:
+                raise ValueError(f"initial['ctx'] must be {tuple(ctx.shape)}, got {tuple(given.shape)}.")
+            ctx = given.detach().to(ctx, copy=True)
         sgd = torch.optim.SGD([ctx], lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         losses: list[Tensor] = []
         lr_per_step: list[float] = []
-        with _frozen(self.text_model):
+        with _frozen(self._encoder):
             for epoch in range(epochs if shuffle is None else min(epochs, len(shuffle))):
                 order = torch.randperm(images, generator=rng) if shuffle is None else shuffle[epoch]
-                for batch in order[: batches * self.batch_size].to(features.device).split(self.batch_size):
+                for batch in order[: batches * self.batch_size].to(features.device).split(int(self.batch_size)):
                     x = features[epoch % len(features), batch]
                     loss, ctx.grad = self.loss_and_gradient(x, labels[batch], packs, ctx)
                     sgd.param_groups[0]["lr"] = rates[epoch]
@@ -189,12 +209,20 @@ class CoOp(Estimator):
                     losses.append(loss)
                     lr_per_step.append(rates[epoch])
             with torch.no_grad():
-                self.prototypes_ = context_prototypes(self.text_model, packs, ctx).to(features)
+                prototypes = context_prototypes(self._encoder, packs, ctx).to(features)
         ctx.grad = None
-        self.ctx_ = ctx
-        self.loss_per_step_ = torch.stack(losses).double().cpu()
-        self.lr_per_step_ = torch.tensor(lr_per_step, dtype=torch.float64)
+        self._set_fitted(
+            ctx_=ctx,
+            prototypes_=prototypes,
+            loss_per_step_=torch.stack(losses).double().cpu(),
+            lr_per_step_=torch.tensor(lr_per_step, dtype=torch.float64),
+        )
         return self
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str | torch.device = "cpu", **params: Any) -> CoOp:
+        """Read what `save` wrote; a new `fit` needs ``text_model`` and ``tokenizer`` again, `predict` does not."""
+        return super().load(folder, device, **{"text_model": None, "tokenizer": None} | params)
 
     @torch.no_grad()
     def decision_function(self, features: Tensor) -> Tensor:
@@ -220,19 +248,20 @@ class CoOp(Estimator):
 
         names = [name.replace("_", " ") for name in self.class_names]
         words = " ".join(["X"] * self.n_ctx) if self.ctx_init is None else self._initial_words
-        sentences = self.tokenizer([f"{words} {name}." for name in names], padding=False, truncation=False)["input_ids"]
-        limit = self.text_model.text_model.config.max_position_embeddings
+        prompts = [f"{words} {name}." for name in names]
+        sentences = self._tokenizer(prompts, padding=False, truncation=False)["input_ids"]
+        limit = self._encoder.text_model.config.max_position_embeddings
         for name, ids in zip(self.class_names, sentences, strict=True):
             if len(ids) > limit:
                 raise ValueError(f"The prompt of {name!r} has {len(ids)} tokens, more than {limit}: lower n_ctx.")
-        lengths = [len(ids) - 2 for ids in self.tokenizer(names, padding=False, truncation=False)["input_ids"]]
-        return trim_prompts(sentences, self.text_model.text_model.config.eos_token_id), lengths
+        lengths = [len(ids) - 2 for ids in self._tokenizer(names, padding=False, truncation=False)["input_ids"]]
+        return trim_prompts(sentences, self._encoder.text_model.config.eos_token_id), lengths
 
     def initial_context(self, rng: torch.Generator) -> Tensor:
         """Embeddings of `ctx_init`, or a normal draw of standard deviation 0.02: ``(M, dim)`` or ``(K, M, dim)``."""
-        embedding = self.text_model.text_model.embeddings.token_embedding
+        embedding = self._encoder.text_model.embeddings.token_embedding
         if self.ctx_init is not None:
-            ids = self.tokenizer([self._initial_words], padding=False, truncation=False)["input_ids"][0]
+            ids = self._tokenizer([self._initial_words], padding=False, truncation=False)["input_ids"][0]
             if len(ids) - 2 != self.n_context:
                 raise ValueError(f"Every word of ctx_init must be one token; {self.ctx_init!r} has {len(ids) - 2}.")
             return embedding(torch.tensor(ids[1:-1], device=embedding.weight.device)).detach().clone()
@@ -247,7 +276,7 @@ class CoOp(Estimator):
         keep = sum(map(len, packs)) <= KEPT_NODES
         with torch.set_grad_enabled(keep):
             leaf = ctx.detach().requires_grad_()
-            prototypes = context_prototypes(self.text_model, packs, leaf).to(features)
+            prototypes = context_prototypes(self._encoder, packs, leaf).to(features)
         with torch.enable_grad():
             if not keep:
                 prototypes.requires_grad_()
@@ -259,7 +288,7 @@ class CoOp(Estimator):
             for pack in packs:
                 # Rows of a single pack come out in the order of its prompts.
                 rows = pack.rows.sort().values.to(of_prototypes.device)
-                own = context_prototypes(self.text_model, [pack], leaf).to(features)
+                own = context_prototypes(self._encoder, [pack], leaf).to(features)
                 gradient += torch.autograd.grad(own, leaf, of_prototypes[rows])[0]
         return loss.detach(), gradient
 
@@ -269,6 +298,18 @@ class CoOp(Estimator):
         return self.n_ctx if self.ctx_init is None else len(self._initial_words.split())
 
     @property
+    def _encoder(self) -> CLIPTextModelWithProjection:
+        if self.text_model is None:
+            raise ValueError("text_model is None: give CoOp the text encoder and tokenizer to learn a context with.")
+        return self.text_model
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError("tokenizer is None: give CoOp the text encoder and tokenizer to learn a context with.")
+        return self.tokenizer
+
+    @property
     def _initial_words(self) -> str:
         return (self.ctx_init or "").replace("_", " ")
 
@@ -276,9 +317,21 @@ class CoOp(Estimator):
     def _is_class_specific(self) -> bool:
         return self.class_specific and self.ctx_init is None
 
+    def _check_options(self) -> None:
+        if isinstance(self.class_names, str) or not len(self.class_names):
+            raise ValueError(f"class_names must be a list of at least one name, not {self.class_names!r}.")
+        if self.ctx_init is not None and not self._initial_words.strip():
+            raise ValueError("ctx_init is empty: give words to start from, or None for random vectors.")
+        if self.epochs is not None:
+            check_counts(epochs=self.epochs)
+        check_counts(n_ctx=self.n_ctx, batch_size=self.batch_size)
+        check_counts(0, warmup_epochs=self.warmup_epochs)
+        check_range(0, lr=self.lr, warmup_lr=self.warmup_lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        check_range(0, above=True, logit_scale=self.logit_scale)
+
     def _saved_params(self) -> dict[str, Any]:
         params = {name: value for name, value in self.get_params().items() if name not in ("text_model", "tokenizer")}
-        return params | {"class_names": list(self.class_names)}
+        return params if isinstance(self.class_names, tuple) else params | {"class_names": list(self.class_names)}
 
     ctx_: Tensor
     prototypes_: Tensor

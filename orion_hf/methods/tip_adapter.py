@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .estimator import Estimator, generator, query_features, support_set, unit_rows
+from ._inputs import check_range
+from .estimator import (
+    Estimator,
+    check_counts,
+    check_pair,
+    check_rows,
+    class_indices,
+    generator,
+    query_features,
+    support_set,
+    unit_rows,
+)
 
 PAPER = "Zhang et al., Tip-Adapter: Training-free Adaption of CLIP for Few-shot Classification, ECCV 2022"
 INPUTS = "few-shot"
@@ -124,7 +135,8 @@ class TipAdapter(Estimator):
         Args:
             features: ``(N, d)`` image features, or ``(E, N, d)`` raw ones of E augmentation passes, which are averaged.
             labels: ``(N,)`` class indices.
-            prototypes: ``(K, d)`` text prototypes W.
+            prototypes: ``(K, d)`` text prototypes W; ``(1, K, d)`` for scikit-learn's searches, which would otherwise
+                split K prototypes among the folds when there are K images.
             validation: labelled features for the search.
             test: labelled features, only read with ``selection="published_on_test"``, and searched on if there is no
                 ``validation``, as published for ImageNet.
@@ -132,8 +144,10 @@ class TipAdapter(Estimator):
         Returns:
             self, with ``keys_``, ``labels_``, ``prototypes_``, ``beta_`` and ``alpha_``.
         """
+        self._check_options()
+        features, labels, prototypes = support_set(features, labels, prototypes)
+        _, searched_on = _selection_data(self.selection, validation, test, features)
         self._build_cache(features, labels, prototypes)
-        _, searched_on = _selection_data(self.selection, validation, test)
         if searched_on is not None:
             self.beta_, self.alpha_ = self._search(*searched_on)
         return self
@@ -150,15 +164,26 @@ class TipAdapter(Estimator):
         ]
         return torch.cat(chunks)
 
-    def _build_cache(self, features: Tensor, labels: Tensor, prototypes: Tensor) -> Tensor:
+    def _check_options(self) -> None:
         if self.affinity not in ("cosine", "raw"):
             raise ValueError(f"affinity {self.affinity!r} is not known: choose 'cosine' or 'raw'.")
-        features, self.labels_, prototypes = support_set(features, labels, prototypes)
-        self.prototypes_ = unit_rows(prototypes)
-        self.keys_ = F.normalize(features.mean(dim=0), dim=1)
-        self.beta_, self.alpha_ = float(self.beta), float(self.alpha)
-        self.selection_ = self.selection
-        return features
+        check_range(0, beta=self.beta, alpha=self.alpha)
+        check_range(0, above=True, logit_scale=self.logit_scale)
+        check_pair("search_scale", self.search_scale)
+        check_pair("search_step", self.search_step)
+        for steps in self.search_step:
+            check_counts(search_step=steps)
+
+    def _build_cache(self, features: Tensor, labels: Tensor, prototypes: Tensor) -> None:
+        means = check_rows("features averaged over the passes", features.mean(dim=0))
+        self._set_fitted(
+            labels_=labels.clone(),
+            prototypes_=unit_rows(prototypes),
+            keys_=F.normalize(means, dim=1),
+            beta_=float(self.beta),
+            alpha_=float(self.alpha),
+            selection_=self.selection,
+        )
 
     def _queries(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features for the text classifier and for the cache."""
@@ -171,7 +196,6 @@ class TipAdapter(Estimator):
 
         Accuracy only counts hits, so rows are scored in chunks; the cache is summed once a beta, not once a pair.
         """
-        labels = torch.as_tensor(labels).to(self.labels_.device)
         betas, alphas = (
             [0.1 + i * (bound - 0.1) / steps for i in range(steps)]
             for bound, steps in zip(self.search_scale, self.search_step, strict=True)
@@ -256,11 +280,17 @@ class TipAdapterF(TipAdapter):
             self, with ``loss_per_step_``, ``lr_per_step_`` and, where there is a selection, ``accuracy_per_epoch_``
             besides what TipAdapter sets.
         """
-        features = self._build_cache(features, labels, prototypes)
-        chosen_on, searched_on = _selection_data(self.selection, validation, test)
-        passes = features if train_features is None else train_features.to(features)
-        if passes.shape[1:] != features.shape[1:]:
+        self._check_options()
+        features, labels, prototypes = support_set(features, labels, prototypes)
+        chosen_on, searched_on = _selection_data(self.selection, validation, test, features)
+        passes = features if train_features is None else torch.as_tensor(train_features).to(features)
+        if passes.ndim != 3 or not len(passes) or passes.shape[1:] != features.shape[1:]:
             raise ValueError(f"train_features must be (epochs, {', '.join(map(str, features.shape[1:]))}).")
+        check_rows("train_features", passes)
+        order = None if order is None else torch.as_tensor(order)
+        if order is not None and (order.ndim != 2 or len(order) < self.epochs):
+            raise ValueError(f"order must have a row for each of {self.epochs} epochs, got {tuple(order.shape)}.")
+        self._build_cache(features, labels, prototypes)
         self._train(passes, order, chosen_on and (lambda: self.score(*chosen_on)))
         if chosen_on is None or searched_on is None:
             return self
@@ -271,6 +301,12 @@ class TipAdapterF(TipAdapter):
         if self.selection == "published_on_test" and before > self.score(*chosen_on):
             self.beta_, self.alpha_ = initial
         return self
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        check_counts(epochs=self.epochs, batch_size=self.batch_size)
+        check_range(0, lr=self.lr, weight_decay=self.weight_decay, eps=self.eps)
+        check_pair("betas", self.betas)
 
     def _train(self, passes: Tensor, order: Tensor | None, measure: Callable[[], float] | None) -> None:
         """AdamW on the keys; with ``measure``, the keys of the first epoch with the highest accuracy are kept."""
@@ -287,7 +323,7 @@ class TipAdapterF(TipAdapter):
         best_keys = self.keys_
         for epoch in range(self.epochs):
             shuffled = torch.randperm(images, generator=rng) if order is None else order[epoch]
-            for batch in shuffled.to(passes.device).split(self.batch_size):
+            for batch in shuffled.to(passes.device).split(int(self.batch_size)):
                 rates.append(0.5 * self.lr * (1 + math.cos(math.pi * len(rates) / steps)))
                 optimizer.param_groups[0]["lr"] = rates[-1]
                 raw = passes[epoch % len(passes), batch]
@@ -319,7 +355,7 @@ def _class_sums(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def _selection_data(
-    selection: str, validation: Labelled | None, test: Labelled | None
+    selection: str, validation: Labelled | None, test: Labelled | None, like: Tensor
 ) -> tuple[Labelled | None, Labelled | None]:
     """The labelled data that choose the epoch, and those on which beta and alpha are searched."""
     if selection == "none":
@@ -327,9 +363,22 @@ def _selection_data(
     if selection == "validation":
         if validation is None:
             raise ValueError("selection='validation' needs fit(..., validation=(features, labels)).")
+        validation = _labelled("validation", validation, like)
         return validation, validation
     if selection == "published_on_test":
         if test is None:
             raise ValueError("selection='published_on_test' needs fit(..., test=(features, labels)).")
-        return test, test if validation is None else validation
+        test = _labelled("test", test, like)
+        return test, test if validation is None else _labelled("validation", validation, like)
     raise ValueError(f"selection {selection!r} is not known: choose 'none', 'validation' or 'published_on_test'.")
+
+
+def _labelled(name: str, given: Labelled, like: Tensor) -> Labelled:
+    """Labelled features that go with those of the support set; a fault is found before anything is fitted."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name} must be a pair (features, labels).")
+    try:
+        features = query_features(given[0], like)
+        return features, class_indices(given[1], len(features)).to(like.device)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -21,6 +21,7 @@ def zero_shot(features: Tensor, prototypes: Tensor, *, logit_scale: float = 100.
         ``scores``: probabilities ``(N, K)``.
 
     Example:
+        >>> import torch
         >>> zero_shot(torch.eye(3)[:2], torch.eye(3)).predictions
         tensor([0, 1])
     """

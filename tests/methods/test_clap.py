@@ -1,12 +1,19 @@
 """CLAP, the probes and the adapters of its code, against golden vectors and as estimators."""
 
+import importlib.util
+import json
 import math
+import sys
 
+import numpy as np
 import pytest
 import torch
-from sklearn.base import clone
+from safetensors.torch import load_file, save_file
+from sklearn.base import clone, is_classifier
+from sklearn.model_selection import GridSearchCV, cross_val_score
 
 from orion_hf import methods
+from orion_hf.methods import estimator as estimator_module
 from orion_hf.methods.clap import (
     CLAP,
     CLIPAdapter,
@@ -229,6 +236,46 @@ def test_half_precision_is_raised_and_classes_without_images_are_held():
     assert probe.multipliers_[3] == 1
 
 
+@pytest.mark.parametrize("kind", [torch.asarray, torch.Tensor.numpy])
+def test_scikit_learn_searches_it(support, kind):
+    features, labels, prototypes = map(kind, (support[0][0], support[1], support[2]))
+    for scoring in (None, "accuracy", "neg_log_loss"):
+        search = GridSearchCV(CLAP(epochs=2), {"lr": [0.01, 0.1]}, cv=2, scoring=scoring, error_score="raise")
+        search.fit(features, labels, prototypes=prototypes)
+        assert search.best_params_["lr"] in (0.01, 0.1) and np.isfinite(search.best_score_)
+    assert is_classifier(search.best_estimator_) and search.classes_.tolist() == [0, 1, 2, 3, 4]
+    scores = cross_val_score(CLAP(epochs=2), features, labels, cv=2, params={"prototypes": prototypes[None]})
+    assert np.isfinite(scores).all()
+    sizes = GridSearchCV(CLAP(epochs=1), {"batch_size": np.array([4, 8])}, cv=2, error_score="raise")
+    assert sizes.fit(features, labels, prototypes=prototypes).best_params_["batch_size"] in (4, 8)
+
+
+def test_classes_are_there_once_fitted_and_scikit_learn_is_not_needed(support, monkeypatch):
+    assert not hasattr(CLAP(), "classes_")
+    fitted = CLAP(epochs=1).fit(*support)
+    assert fitted.classes_.tolist() == [0, 1, 2, 3, 4] and "classes_" not in vars(fitted)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    spec = importlib.util.spec_from_file_location("orion_hf.methods.again", estimator_module.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    fitted.predict(support[0][0])
+
+
+def test_what_is_fitted_is_its_own(support):
+    for estimator in (CLIPAdapter(epochs=1), ZeroShotLinearProbe(epochs=1)):
+        given = [tensor.clone() for tensor in support]
+        logits = estimator.fit(*given).decision_function(support[0][0])
+        for tensor in given:
+            tensor.zero_()
+        assert torch.equal(estimator.decision_function(support[0][0]), logits)
+
+
+def test_a_new_fit_forgets_the_last_one(support):
+    estimator = CLAP(epochs=2, constraint="l2-adaptative").fit(*support)
+    assert hasattr(estimator, "multipliers_after_epoch_")
+    estimator.set_params(constraint="l2").fit(*support)
+    assert not hasattr(estimator, "multipliers_after_epoch_")
+
+
 def test_methods_list_it_as_few_shot():
     listed = methods.available()["clap"]
     assert listed.function is CLAP and listed.inputs == "few-shot"
@@ -244,6 +291,10 @@ def test_bad_inputs_are_named(support, tmp_path):
         ((features[0, 0], labels, prototypes), "features"),
         ((features.long(), labels, prototypes), "features"),
         ((features, labels, prototypes[:, :-1]), "prototypes"),
+        ((features, labels, prototypes.long()), "prototypes"),
+        ((features, labels, torch.tensor(1.0)), "prototypes"),
+        ((features[:0], labels, prototypes), r"features must be .* not empty, got \(0, 40, 16\)"),
+        ((features[:, :0], labels[:0], prototypes), "features"),
     ):
         with pytest.raises(ValueError, match=word):
             CLAP(epochs=1).fit(*arguments)
@@ -253,6 +304,21 @@ def test_bad_inputs_are_named(support, tmp_path):
         CLAP(epochs=1).fit(*support, initial={"residual": prototypes})
     with pytest.raises(ValueError, match=r"initial\['weights'\]"):
         CLAP(epochs=1).fit(*support, initial={"weights": prototypes[:2]})
+    for options, message in (
+        ({"epochs": 0}, "epochs must be an integer of at least 1, not 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch"),
+        ({"warmup_epochs": -1}, "warmup_epochs"),
+        ({"lr": float("nan")}, "lr must be at least 0"),
+        ({"logit_scale": 0.0}, "logit_scale"),
+        ({"random_state": "one"}, "random_state"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CLAP(**{"epochs": 1} | options).fit(*support)
+    for shuffle in (torch.arange(120), torch.zeros(0, 120).long(), torch.arange(120)[None] + 1):
+        with pytest.raises(ValueError, match="shuffle"):
+            CLAP(epochs=1).fit(*support, shuffle=shuffle)
     for constraint in ("l3", "l2-cosine", "constant", "none"):
         with pytest.raises(ValueError, match="constraint"):
             CLAP(epochs=1, constraint=constraint).fit(*support)
@@ -265,7 +331,97 @@ def test_bad_inputs_are_named(support, tmp_path):
     fitted = CLAP(epochs=1).fit(*support)
     with pytest.raises(ValueError, match="features"):
         fitted.predict(features[0, :, :-1])
+    for wrong in (labels[:1], labels[:-1], labels[None], labels.double()):
+        with pytest.raises(ValueError, match="labels must be 40 class indices"):
+            fitted.score(features[0], wrong)
+    assert fitted.predict(features[0, :0]).shape == (0,)
+    with pytest.raises(ValueError, match="no features to score"):
+        fitted.score(features[0, :0], labels[:0])
     with pytest.raises(FileNotFoundError, match=r"estimator\.json"):
         CLAP.load(tmp_path)
     with pytest.raises(ValueError, match="CLAP"):
         TaskRes.load(fitted.save(tmp_path / "clap"))
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("estimator", [ZeroShotLinearProbe, LinearProbe, TaskRes, CLIPAdapter, CLAP])
+def test_rows_without_a_direction_are_counted(estimator, value, support):
+    features, labels, prototypes = support
+    broken = [tensor.clone() for tensor in (features, prototypes)]
+    broken[0][1, 2:5] = value
+    broken[1][3] = value
+    with pytest.raises(ValueError, match="3 of 120 rows of features are NaN, infinite or zero"):
+        estimator(epochs=1).fit(broken[0], labels, prototypes)
+    with pytest.raises(ValueError, match="1 of 5 rows of prototypes are NaN, infinite or zero"):
+        estimator(epochs=1).fit(features, labels, broken[1])
+    fitted = estimator(epochs=1).fit(features, labels, prototypes)
+    with pytest.raises(ValueError, match="3 of 40 rows of features are NaN, infinite or zero"):
+        fitted.predict(broken[0][1])
+
+
+def test_numbers_of_numpy_are_saved_and_a_refused_save_writes_nothing(support, tmp_path):
+    numbers = {"lr": np.float64(0.2), "epochs": np.int64(2), "random_state": np.int32(1), "batch_size": np.int64(8)}
+    fitted = CLAP(**numbers).fit(*support)
+    loaded = CLAP.load(fitted.save(tmp_path / "clap"))
+    assert loaded.get_params() == fitted.get_params() and type(loaded.lr) is float and type(loaded.epochs) is int
+
+    files = {path.name: path.read_bytes() for path in (tmp_path / "clap").iterdir()}
+    for value in (object(), math.nan):
+        for folder in ("clap", "new"):
+            with pytest.raises(ValueError, match=r"momentum=.* cannot be saved"):
+                fitted.set_params(momentum=value).save(tmp_path / folder)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "clap").iterdir()} == files
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_save_that_fails_on_the_way_leaves_what_was_there(support, tmp_path, monkeypatch):
+    folder = CLAP(epochs=1).fit(*support).save(tmp_path / "clap")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(tensors, path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(estimator_module, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        CLAP(epochs=2).fit(*support).save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_damaged_files_are_named(support, tmp_path):
+    folder = CLAP(epochs=1).fit(*support).save(tmp_path / "clap")
+    path, tensors = folder / "estimator.json", load_file(folder / "estimator.safetensors")
+    record = json.loads(path.read_text())
+    texts = ["[]", "{", "[" * 100_000, "{}", b"\xff"]
+    for change in (
+        {"estimator": "Nothing"},
+        {"format_version": 99},
+        {"params": None},
+        {"fitted": []},
+        {"tuples": 3},
+        {"params": {"no_such": 1}},
+        {"fitted": {"predict": 1}},
+        {"fitted": {"classes_": 1}},
+        {"fitted": {"_check_fitted": 1}},
+    ):
+        texts.append(json.dumps(record | change))
+    for key in ("params", "fitted"):
+        texts.append(json.dumps({name: value for name, value in record.items() if name != key}))
+    for text in texts:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(ValueError, match=r"estimator\.json"):
+            CLAP.load(folder)
+    path.write_text(json.dumps(record))
+    CLAP.load(folder)
+    weights = folder / "estimator.safetensors"
+    save_file({name: value for name, value in tensors.items() if name != "weights_"}, weights)
+    with pytest.raises(ValueError, match=r"estimator\.json: 'weights_' is missing"):
+        CLAP.load(folder)
+    save_file(tensors | {"predict": torch.ones(1)}, weights)
+    with pytest.raises(ValueError, match="'predict' is no fitted attribute"):
+        CLAP.load(folder)
+    weights.write_bytes(weights.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"estimator\.safetensors: missing, cut or no safetensors file"):
+        CLAP.load(folder)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"estimator\.safetensors: missing, cut or no safetensors file"):
+        CLAP.load(folder)

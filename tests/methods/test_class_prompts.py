@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
+from orion_hf import class_prompts as class_prompts_module
 from orion_hf.class_prompts import (
     class_prompt_prototypes,
     load_class_prompts,
@@ -90,6 +91,8 @@ def test_ambiguous_and_missing_classes_are_listed(tmp_path):
     chosen = load_class_prompts(tmp_path / "p.json", ["face", "car", "dog"], {"face": "off-center face", "car": "Car"})
     chosen.require_all()
     assert chosen.flat()[0] == ["b.", "d.", "e.", "f."] and chosen.flat()[1].tolist() == [0, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"p\.json has no sentences for 2 of 3 .* Rename the keys there .*in Python"):
+        prompts.with_templates([]).require_all()
     for aliases in ({"face": "no such"}, {"no such": "dog"}):
         with pytest.raises(ValueError, match="no such"):
             load_class_prompts(tmp_path / "p.json", ["face", "car", "dog"], aliases)
@@ -100,12 +103,43 @@ def test_repeated_class_names_share_their_sentences():
     assert prompts.sentences == (("m.",), ("m.",), ("s.",))
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", '{"a": "b"}', '{"a": []}', '{"a": [1]}', "{", b"\xff\xfe{}"])
+@pytest.mark.parametrize(
+    "content",
+    ["[1]", "{}", '{"a": "b"}', '{"a": []}', '{"a": [1]}', '{"a": {"b": 1}}', "{", b"\xff\xfe{}", "[" * 100_000],
+)
 def test_bad_files_are_named(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"bad\.json"):
         load_class_prompts(path, ["a", "b"])
+
+
+def test_a_large_file_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(class_prompts_module, "LARGEST_FILE", 10)
+    (tmp_path / "large.json").write_text('{"a": ["a."]}')
+    with pytest.raises(ValueError, match=r"large\.json: more than 10 bytes"):
+        load_class_prompts(tmp_path / "large.json", ["a"])
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    (tmp_path / "p.json").write_text('{"a": ["é."]}', encoding="utf-8-sig")
+    assert load_class_prompts(tmp_path / "p.json", ["a"]).sentences == (("é.",),)
+
+
+def test_a_repeated_key_is_refused(tmp_path):
+    (tmp_path / "p.json").write_text('{"a": ["1."], "b": ["2."], "a": ["3."]}')
+    with pytest.raises(ValueError, match=r"p\.json: not a prompt file \('a' is there more than once"):
+        load_class_prompts(tmp_path / "p.json", ["a", "b"])
+
+
+@pytest.mark.parametrize(("content", "name"), [(r'{"a": ["x", "\ud83d"]}', "'a'"), (r'{"\ud83d": ["x"]}', r"ud83d")])
+def test_half_a_character_is_refused_with_its_class(tmp_path, content, name):
+    (tmp_path / "p.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"p\.json: .*{name}.* unpaired surrogate") as raised:
+        load_class_prompts(tmp_path / "p.json", ["a"])
+    str(raised.value).encode()  # it can be printed
+    (tmp_path / "p.json").write_text(r'{"a": ["\ud83d\ude00"]}')
+    assert load_class_prompts(tmp_path / "p.json", ["a"]).sentences == (("😀",),)
 
 
 class LetterTokenizer:

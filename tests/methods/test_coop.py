@@ -1,5 +1,6 @@
 """CoOp against golden vectors, its prompts, and as an estimator."""
 
+import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
@@ -62,10 +63,10 @@ def check_learning_rates(case, dtype):
         case.close(f"out.lr_epochs_{epochs}", torch.tensor(rates, dtype=torch.float64), 1e-15)
 
 
-def close(case, name, value, float32_tolerance, part=slice(None)):
+def close(case, name, value, float32_tolerance):
     """Float64 against ``out64`` where the file has it, float32 against ``out``."""
     exact = value.dtype == torch.float64 and f"out64.{name}" in case.tensors
-    expected = case[f"out64.{name}" if exact else f"out.{name}"][part].to(value.dtype)
+    expected = case[f"out64.{name}" if exact else f"out.{name}"].to(value.dtype)
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-9 if exact else float32_tolerance)
 
 
@@ -100,9 +101,16 @@ def check_training(case, dtype):
     close(case, "ctx_grad_first", gradient, 1e-4 * case["out.ctx_grad_first"].abs().max().item())
 
     order = torch.arange(len(features)).expand(options["epochs_run"], -1)
-    for epochs in range(1, options["epochs_run"] + 1):
-        coop.fit(features, labels, shuffle=order[:epochs], initial=start)
-        close(case, "ctx_trajectory", coop.ctx_, 5e-6, part=epochs * batches)
+    contexts, loss_and_gradient = [], coop.loss_and_gradient
+
+    def recorded(features, labels, packs, ctx):
+        contexts.append(ctx.detach().clone())
+        return loss_and_gradient(features, labels, packs, ctx)
+
+    coop.loss_and_gradient = recorded
+    coop.fit(features, labels, shuffle=order, initial=start)
+    close(case, "ctx_trajectory", torch.stack([*contexts, coop.ctx_]), 5e-6)
+    assert len(contexts) == options["epochs_run"] * batches
     case.close("out.lr_per_step", coop.lr_per_step_, 1e-15)
     exact = dtype == torch.float64
     case.close("out64.loss_per_step" if exact else "out.loss_per_step", coop.loss_per_step_, 1e-9 if exact else 1e-4)
@@ -159,6 +167,20 @@ def test_estimator_contract(encoder, support, options, tmp_path):
     assert torch.equal(loaded.decision_function(features[0]), logits)
     assert loaded.get_params() == coop.get_params()
 
+    alone = CoOp.load(tmp_path / "coop")
+    assert torch.equal(alone.decision_function(features[0]), logits) and alone.text_model is None
+    with pytest.raises(ValueError, match="text_model is None"):
+        alone.fit(features, labels)
+    with pytest.raises(ValueError, match="tokenizer is None"):
+        alone.set_params(text_model=model).fit(features, labels)
+
+
+def test_class_names_stay_a_tuple_and_may_be_an_array(encoder, support, tmp_path):
+    for names, loaded in ((tuple(NAMES), tuple(NAMES)), (np.array(NAMES), NAMES)):
+        coop = CoOp(*encoder, names, n_ctx=np.int64(2), epochs=1, random_state=np.int64(3)).fit(*support)
+        params = CoOp.load(coop.save(tmp_path / "coop")).get_params()
+        assert params["class_names"] == loaded and params["random_state"] == 3
+
 
 def test_recomputed_packs_give_the_same_gradient(encoder, support, monkeypatch):
     model, tokenizer = encoder
@@ -200,10 +222,30 @@ def test_bad_inputs_are_named(encoder, support):
     for options, word in (
         ({"class_token_position": "back"}, "back"),
         ({"n_ctx": 22}, "n_ctx"),
+        ({"n_ctx": 0}, "n_ctx must be an integer of at least 1, not 0"),
+        ({"n_ctx": 1.5}, "n_ctx must be an integer"),
+        ({"ctx_init": " _"}, "ctx_init is empty"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"epochs": 0}, "epochs"),
+        ({"lr": float("nan")}, "lr must be at least 0"),
     ):
         with pytest.raises(ValueError, match=word):
-            CoOp(*encoder, NAMES, epochs=1, **options).fit(features, labels)
-    with pytest.raises(ValueError, match="labels"):
+            CoOp(*encoder, NAMES, **{"epochs": 1} | options).fit(features, labels)
+    for names in ("cat", []):
+        with pytest.raises(ValueError, match="class_names must be a list of at least one name"):
+            CoOp(*encoder, names, epochs=1).fit(features, labels)
+    with pytest.raises(ValueError, match="features are 15 wide, but the text encoder gives 16"):
+        CoOp(*encoder, NAMES, epochs=1).fit(features[..., 1:], labels)
+    for initial in ({}, {"context": torch.zeros(16, 32)}):
+        with pytest.raises(ValueError, match="initial must hold 'ctx'"):
+            CoOp(*encoder, NAMES, epochs=1).fit(features, labels, initial=initial)
+    with pytest.raises(ValueError, match="shuffle must order 20 vectors"):
+        CoOp(*encoder, NAMES, epochs=1).fit(features, labels, shuffle=torch.arange(19)[None])
+    broken = features.clone()
+    broken[1, 3:5] = 0
+    with pytest.raises(ValueError, match="2 of 40 rows of features are NaN, infinite or zero"):
+        CoOp(*encoder, NAMES, epochs=1).fit(broken, labels)
+    with pytest.raises(ValueError, match="labels run from 0 to 4, but there are 3 class_names"):
         CoOp(*encoder, NAMES[:3], epochs=1).fit(features, labels)
     with pytest.raises(ValueError, match="initial"):
         CoOp(*encoder, NAMES, epochs=1).fit(features, labels, initial={"ctx": torch.zeros(2, 2)})

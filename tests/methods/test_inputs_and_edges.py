@@ -289,6 +289,7 @@ def test_mta_vote_counts_templates():
     ("method", "options", "message"),
     [
         (stata, {"n_neighbors": 0}, "n_neighbors must be at least 1, not 0"),
+        (stata, {"alpha": "1"}, "alpha must be a number, not '1'"),
         (stata, {"max_iter": -1}, "max_iter must be at least 0, not -1"),
         (transclip, {"n_neighbors": 0}, "n_neighbors must be at least 1"),
         (transclip, {"initial_probabilities": torch.full((4, 3), torch.nan)}, "hold NaN or infinite"),

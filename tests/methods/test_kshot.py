@@ -1,7 +1,9 @@
 """K-shot splits against golden vectors, and the augmented support features."""
 
+import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +61,93 @@ def test_json_round_trip_and_check(tmp_path):
         KShotSplit.from_json(tmp_path / "b.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"shots": 0}, "shots"),
+        ({"shots": "2"}, "shots"),
+        ({"shots": True}, "shots"),
+        ({"seed": 1.5}, "seed"),
+        ({"fill": ["smaller"]}, "fill"),
+        ({"train": 3}, "train"),
+        ({"train": []}, "train"),
+        ({"train": [-1]}, "train"),
+        ({"train": ["0"]}, "train"),
+        ({"validation": None}, "validation"),
+        ({"validation_from_train": 1}, "validation_from_train"),
+        ({"labels_digest": 5}, "labels_digest"),
+        ({"more": 5}, "labels_digest"),
+    ],
+)
+def test_changed_files_are_refused_by_name(tmp_path, change, word):
+    path = k_shot_split(LABELS, shots=2, seed=2).save_json(tmp_path / "split.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"split\.json is no K-shot split: .*{word}"):
+        KShotSplit.from_json(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, b"\xff"])
+def test_files_that_are_no_split_are_named(tmp_path, text):
+    path = tmp_path / "split.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"split\.json"):
+        KShotSplit.from_json(path)
+
+
+def test_positions_beyond_the_labels_are_refused():
+    split = k_shot_split(LABELS, shots=2, seed=2, validation_labels=[0, 1])
+    split.check(LABELS, [0, 1])
+    for change, message in (
+        ({"train": [0, 10, 11]}, "2 train positions that are not among 10 images, the first is 10"),
+        ({"validation": [2]}, "1 validation positions that are not among 2 images"),
+        ({"train": [-1]}, "1 train positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(split, **change).check(LABELS, [0, 1])
+    left = k_shot_split(LABELS, shots=2, seed=2, validation_from_train=True)
+    left.check(LABELS)
+    with pytest.raises(ValueError, match="not among 10 images"):
+        replace(left, validation=[10]).check(LABELS)
+
+
+def test_numbers_of_numpy_are_saved(tmp_path):
+    split = k_shot_split(np.array(LABELS), shots=np.int64(2), seed=np.int64(1))
+    assert KShotSplit.from_json(split.save_json(tmp_path / "a.json")) == k_shot_split(LABELS, shots=2, seed=1)
+
+
+def test_names_become_indices():
+    dataset = Dataset.from_dict({"label": ["dog", "cat", "dog", "ant"]})
+    assert read_labels(dataset) == read_labels(np.array(dataset["label"])) == [2, 1, 2, 0]
+    assert read_labels(dataset, class_names=["dog", "cat", "ant"]) == [0, 1, 0, 2]
+    with pytest.raises(ValueError, match="column 'label': 'ant' is not among the 2 class_names"):
+        read_labels(dataset, class_names=["dog", "cat"])
+    with pytest.raises(ValueError, match=r"labels\[0\] is 'dog', .* read_labels"):
+        k_shot_split(dataset["label"], shots=1, seed=1)
+
+
+def test_labels_that_are_no_class_indices_are_refused(tmp_path):
+    for labels, message in (
+        ([0, -1], r"labels\[1\] is -1, which stands for an unknown class"),
+        (torch.tensor([0.0, 1.0]), r"labels\[0\] is 0\.0"),
+        ([0, None], r"labels\[1\] is None"),
+        ([[0], [1]], r"labels\[0\]"),
+        (["cat", 1], r"labels\[0\] is 'cat'"),
+    ):
+        for read in (read_labels, lambda labels: k_shot_split(labels, shots=1, seed=1)):
+            with pytest.raises(ValueError, match=message):
+                read(labels)
+    with pytest.raises(ValueError, match=r"column 'label'\[1\] is -1"):
+        read_labels(Dataset.from_dict({"label": [3, -1]}))
+
+
+def test_a_pickle_is_named_and_not_read(tmp_path):
+    torch.save({"labels": torch.tensor(LABELS)}, tmp_path / "labels.pt")
+    with pytest.raises(ValueError, match=r"labels\.pt is not a safetensors file .* torch\.save and pickle"):
+        read_labels(tmp_path / "labels.pt")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors: no such file"):
+        read_labels(str(tmp_path / "nowhere.safetensors"))
+
+
 def test_labels_come_from_datasets_and_feature_files(tmp_path):
     dataset = Dataset.from_dict({"label": LABELS, "fine": LABELS[::-1]})
     save_file({"labels": torch.tensor(LABELS), "features": torch.ones(10, 2)}, tmp_path / "f.safetensors")
@@ -75,6 +164,8 @@ def test_labels_come_from_datasets_and_feature_files(tmp_path):
     "options",
     [
         {"shots": 0},
+        {"shots": 1.5},
+        {"seed": "one"},
         {"fill": "more"},
         {"labels": []},
         {"validation_labels": [0], "validation_from_train": True},

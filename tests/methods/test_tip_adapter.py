@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from torch.nn import functional as F
 
 from orion_hf import methods
@@ -162,6 +163,75 @@ def test_training_without_new_augmentations_uses_the_passes_in_turn(problem):
     torch.testing.assert_close(raw.loss_per_step_[0], loss)
 
 
+def test_a_row_is_scored_the_same_whatever_is_beside_it(problem):
+    """Half-precision features are of unit norm to 1e-3 and stay as they are, beside raw ones too."""
+    support, labels, prototypes, (x, _), _ = problem
+    adapter = TipAdapter().fit(support, labels, prototypes)
+    nearly_unit = 1.005 * F.normalize(x, dim=1)
+    mixed = torch.cat([nearly_unit, 3 * x])
+    alone = torch.cat([adapter.decision_function(nearly_unit), adapter.decision_function(3 * x)])
+    torch.testing.assert_close(adapter.decision_function(mixed), alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.asarray, torch.Tensor.numpy])
+def test_scikit_learn_searches_it(problem, kind):
+    support, labels, prototypes, *_ = problem
+    x, y, w = map(kind, (support[0], labels, prototypes))
+    search = GridSearchCV(TipAdapter(), {"alpha": [0.5, 2.0]}, cv=2, scoring="accuracy", error_score="raise")
+    search.fit(x, y, prototypes=w)
+    best = search.best_estimator_
+    assert best.score(x, y) == search.score(x, y) and search.classes_.tolist() == [0, 1, 2, 3]
+    assert best.predict_proba(x).shape == (24, 4)
+
+
+def test_scikit_learn_leaves_prototypes_with_a_leading_dimension_whole(problem):
+    """As many prototypes as images: as a matrix they would be split among the folds."""
+    support, labels, prototypes, *_ = problem
+    many = torch.cat([prototypes, prototypes.repeat(5, 1) + 0.5])
+    assert len(many) == len(labels)
+    seen = []
+
+    class Recorded(TipAdapter):
+        def fit(self, features, labels, prototypes):
+            seen.append(tuple(prototypes.shape))
+            return super().fit(features, labels, prototypes)
+
+    cross_val_score(Recorded(), support[0], labels, cv=2, params={"prototypes": many[None]}, error_score="raise")
+    assert seen == [(1, 24, 12)] * 2
+    matrix = TipAdapter().fit(support, labels, many).decision_function(support[0])
+    assert torch.equal(TipAdapter().fit(support, labels, many[None]).decision_function(support[0]), matrix)
+
+
+def test_what_is_fitted_is_its_own(problem):
+    support, labels, prototypes, *_ = problem
+    given = [support[0].clone(), labels.clone(), F.normalize(prototypes, dim=1)]
+    adapter = TipAdapter().fit(*given)
+    logits = adapter.decision_function(support[0])
+    for tensor in given:
+        tensor.zero_()
+    assert torch.equal(adapter.decision_function(support[0]), logits)
+
+
+def test_a_new_fit_forgets_the_last_one_and_a_refused_one_does_not(problem):
+    support, labels, prototypes, validation, _ = problem
+    adapter = TipAdapterF(epochs=2, selection="validation", search_step=(3, 2))
+    adapter.fit(support, labels, prototypes, validation=validation)
+    before = adapter.keys_
+    for options, arguments in (({"batch_size": 0}, {}), ({}, {"train_features": support[:, :5]})):
+        with pytest.raises(ValueError):
+            adapter.set_params(**options).fit(support, labels, prototypes, validation=validation, **arguments)
+        assert adapter.keys_ is before
+        adapter.set_params(batch_size=256)
+    adapter.set_params(selection="none").fit(support, labels, prototypes)
+    assert not hasattr(adapter, "accuracy_per_epoch_")
+
+
+def test_tuples_stay_tuples(problem, tmp_path):
+    adapter = TipAdapterF(epochs=1, search_scale=(9.0, 2.0), search_step=[3, 2]).fit(*problem[:3])
+    params = TipAdapterF.load(adapter.save(tmp_path / "tip")).get_params()
+    assert params == adapter.get_params()
+
+
 def test_published_settings_cover_the_eleven_datasets():
     assert len(PUBLISHED) == 11
     assert TipAdapter(**published_settings("flowers102")).alpha == 10
@@ -176,11 +246,45 @@ def test_bad_inputs_are_named(problem):
         ({"selection": "published_on_test"}, "test="),
         ({"selection": "test"}, "published_on_test"),
         ({"affinity": "dot"}, "affinity"),
+        ({"search_scale": (7.0,)}, "search_scale must be two numbers"),
+        ({"search_scale": (7.0, float("inf"))}, "search_scale"),
+        ({"search_step": 5}, "search_step must be two numbers"),
+        ({"search_step": (0, 3)}, "search_step"),
+        ({"search_step": (2.5, 3)}, "search_step must be an integer"),
     ):
         for estimator in (TipAdapter, TipAdapterF):
             with pytest.raises(ValueError, match=word):
                 estimator(**options).fit(support, labels, prototypes)
     with pytest.raises(ValueError, match="train_features"):
         TipAdapterF(epochs=1).fit(support, labels, prototypes, train_features=support[:, :5])
+    for options, word in (({"epochs": 0}, "epochs"), ({"batch_size": 0}, "batch_size"), ({"betas": (0.9,)}, "betas")):
+        with pytest.raises(ValueError, match=word):
+            TipAdapterF(**options).fit(support, labels, prototypes)
+    with pytest.raises(ValueError, match="order must have a row for each of 2 epochs"):
+        TipAdapterF(epochs=2).fit(support, labels, prototypes, order=torch.arange(24)[None])
+    x, y = support[0], labels
+    for given, message in (
+        ((x, y[:1]), "validation: labels must be 24 class indices"),
+        ((x[:, 1:], y), "validation: features must be"),
+        ((0 * x, y), "validation: 24 of 24 rows of features"),
+        (x, "validation must be a pair"),
+    ):
+        for estimator in (TipAdapter, TipAdapterF):
+            unfitted = estimator(selection="validation")
+            with pytest.raises(ValueError, match=message):
+                unfitted.fit(support, labels, prototypes, validation=given)
+            assert not hasattr(unfitted, "keys_")
+    fitted = TipAdapter().fit(support, labels, prototypes)
+    for value in (0.0, float("nan"), float("inf")):
+        broken = x.clone()
+        broken[3] = value
+        with pytest.raises(ValueError, match="1 of 24 rows of features are NaN, infinite or zero"):
+            fitted.decision_function(broken)
+        with pytest.raises(ValueError, match="1 of 24 rows of features are NaN, infinite or zero"):
+            TipAdapter().fit(broken, labels, prototypes)
+        with pytest.raises(ValueError, match="rows of train_features are NaN"):
+            TipAdapterF(epochs=1).fit(support, labels, prototypes, train_features=broken[None])
+    with pytest.raises(ValueError, match="24 of 24 rows of features averaged over the passes"):
+        TipAdapter().fit(torch.stack([x, -x]), labels, prototypes)
     with pytest.raises(ValueError, match="dtd"):
         published_settings("mnist")
