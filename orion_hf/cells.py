@@ -222,17 +222,18 @@ def _cell(
     sweep, training = read("sweep", dict), read("training", dict, {})
     compared, gain_half_width = intervals.get(str(row.get("id")), (frozenset(), None))
     alone = len(compared) < 2
+    method, options = read("method", str, "zero_shot"), dict(read("options", dict, {}))
+    if method == "zero_shot":
+        options.pop("logit_scale", None)  # the nearest prototype is the same at any scale
     return MeasuredCell(
         task=task,
         model=model,
-        method=read("method", str, "zero_shot"),
+        method=method,
         prototypes=read("prototypes", str, BASELINE),
         top1=100 * top1,
         seed=read("seed", int, 0),
         protocol=str(protocol.get("kind", "full")),
-        conditions=_conditions(
-            read("options", dict, {}), protocol, views, dataset, support, read("mixed_precision", str, "no"), where
-        ),
+        conditions=_conditions(options, protocol, views, dataset, support, read("mixed_precision", str, "no"), where),
         num_images=read("num_images", int),
         origin={
             "source": dataset.get("source"),

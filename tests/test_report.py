@@ -168,7 +168,7 @@ def test_adapters_of_several_seeds_are_runs(tmp_path):
         {"dataset": {"source": None, "split": "train"}},
         {"dataset": {"source": None, "split": "test", "fingerprint": "other"}},
         {"mixed_precision": "fp16"},
-        {"options": {"logit_scale": 50.0}},
+        {"options": {"alpha": 50.0}},
         {"views": {"count": 8, "augmix": False, "seed": 0}},
         {"task_digest": "other"},
         {"orion_hf": "0.2"},
