@@ -44,6 +44,14 @@ from .training_log import LOG_NAME, read_log, steps_of, validations_of
 
 Format = Literal["md", "html", "latex", "csv"]
 _LARGEST_PICTURE = 8 * 2**20
+# Of the figures of a model, by the names of their files.
+CAPTIONS = {
+    "accuracy": "Accuracy on the validation images against displacement, epoch by epoch.",
+    "displacement": "How far classes moved, and which moved apart.",
+    "gram": "Cosines between classes, before and after.",
+    "prototypes": "Image features with the prototypes before (x) and after (o).",
+    "training": "The terms of the loss, cosines and displacement by epoch, as they were before each step.",
+}
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -339,7 +347,7 @@ def _pictures_beside(files: Sequence[Path], sweeps: Container[str], drawn: Conta
     blocks: list[Block] = []
     for file in files:
         found: list[Block] = [
-            Picture(path.read_bytes(), path.stem)
+            Picture(path.read_bytes(), CAPTIONS.get(path.stem, path.stem))
             for path in sorted((file.parent / "plots").glob("*.png"))
             if path.stat().st_size < _LARGEST_PICTURE
             and path.read_bytes()[:8] == _PNG
@@ -379,14 +387,12 @@ def class_pictures(before: Tensor, after: Tensor, class_names: Sequence[str], lo
     if len(class_names) > 1:
         heatmaps, moved = gram_heatmaps(before, after, class_names), displacement_chart(before, after, class_names)
         blocks += [
-            picture(heatmaps, "Cosines between classes, before and after."),
-            picture(moved, "How far classes moved, and which moved apart."),
+            picture(heatmaps, CAPTIONS["gram"]),
+            picture(moved, CAPTIONS["displacement"]),
         ]
     rows = [] if log is None else read_log(log)
     if validations_of(rows):
-        figure = accuracy_against_displacement(rows)
-        blocks.append(picture(figure, "Accuracy on the validation images against displacement, epoch by epoch."))
+        blocks.append(picture(accuracy_against_displacement(rows), CAPTIONS["accuracy"]))
     if steps_of(rows):
-        caption = "The terms of the loss, cosines and displacement by epoch, as they were before each step."
-        blocks.append(picture(training_curves(rows), caption))
+        blocks.append(picture(training_curves(rows), CAPTIONS["training"]))
     return blocks

@@ -25,7 +25,7 @@ from ..geometry import MEASURE_NAMES, cosine_dispersion, displacement, feature_s
 from ..labelled import LabelledFeatures
 from ..layout import Block, Heading, Paragraph, Table, as_html, as_text, picture, write_text
 from ..modeling_orion import LORA_TARGETS, OrionCLIPTextModel
-from ..report import class_pictures
+from ..report import CAPTIONS, class_pictures
 from ..repository import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -374,4 +374,4 @@ def _map(subject: Subject, images: LabelledFeatures) -> list[Block]:
     except ImportError:
         return []
     figure = prototype_map(images.features, images.labels, subject.before, subject.after, subject.task.class_names)
-    return [picture(figure, "Image features with the prototypes before (x) and after (o).")]
+    return [picture(figure, CAPTIONS["prototypes"])]
