@@ -14,7 +14,7 @@ from orion_hf.card import paper_tables
 from orion_hf.cells import MeasuredCell, read_results
 from orion_hf.commands.report import main
 from orion_hf.layout import Table, as_latex, as_markdown, as_text
-from orion_hf.report import report
+from orion_hf.report import CAPTIONS, report
 from orion_hf.results import Results
 from orion_hf.sweep import sweep_curves, sweep_points, sweep_table
 from orion_hf.tables import PAPER_TABLES, groups_of, paper_column, paper_places, printed_groups, split_row
@@ -566,7 +566,7 @@ def test_curves_of_a_sweep_are_on_the_page_once(tmp_path):
     for name in ("lambda", "lambda-2", "gram"):
         (tmp_path / "plots" / f"{name}.png").write_bytes(b"\x89PNG\r\n\x1a\n and the rest")
     text = report(read_results([path]), "html", files=[path])
-    assert len(Page(text).sources) == 2 and "<figcaption>gram</figcaption>" in text
+    assert len(Page(text).sources) == 2 and f"<figcaption>{CAPTIONS['gram']}</figcaption>" in text
 
 
 # Strangers' names
