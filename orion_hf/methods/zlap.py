@@ -12,9 +12,8 @@ Sparse inductive: each row of G keeps only its largest entry.
 
 The graph is a scipy sparse matrix. K systems share it, so they are solved together by conjugate gradients, a
 block of columns at a time; scipy's own solver takes one right-hand side, and a call for each costs most where
-batches are small. Neighbours are exact: products of blocks and `topk`, on the device of the features. (On two cores
-that takes two thirds of the time of scikit-learn's brute-force search, which returns the same neighbours; that search
-is not on a GPU.)
+batches are small. Neighbours are exact: products of blocks and `topk`, on the device of the features, which a
+library's search on the CPU would have to leave.
 """
 
 from dataclasses import dataclass
