@@ -16,6 +16,7 @@ from typing import Any
 
 from .files import read_json
 from .protocols import effective_classes
+from .published import published_options
 from .results import FORMAT_VERSION, PROTOTYPES, RESULTS_NAME
 
 BASELINE, ORION = "clip", "orion"  # kinds of prototypes; gains are over the first
@@ -225,6 +226,13 @@ def _cell(
     method, options = read("method", str, "zero_shot"), dict(read("options", dict, {}))
     if method == "zero_shot":
         options.pop("logit_scale", None)  # the nearest prototype is the same at any scale
+    # What is published for one task is said by the task, and None means as published: tables are over tasks.
+    own = published_options(method, task)
+    options = {
+        key: value
+        for key, value in options.items()
+        if value is not None and (key not in own or canonical(value) != canonical(own[key]))
+    }
     return MeasuredCell(
         task=task,
         model=model,

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from platform import python_version
 
 from accelerate import Accelerator
 
 from .images import tiny_task_names
-from .repository import is_hub_id, read_orion_config
+from .repository import read_orion_config
 from .results import Cell
 from .tasks import OrionTask
 
@@ -62,9 +61,10 @@ def read_adapters(names: Sequence[str]) -> dict[str, str]:
     """Task name -> adapter."""
     adapters: dict[str, str] = {}
     for name in names:
-        if not Path(name).is_dir() and not is_hub_id(name):
-            raise ValueError(f"--orion {name}: there is no such folder, and it is no Hub id (org/name)")
-        config = read_orion_config(name)
+        try:
+            config = read_orion_config(name)
+        except OSError as error:
+            raise ValueError(f"--orion {error}") from error
         if config is None or config.task is None:
             raise ValueError(f"--orion {name}: it has no orion_config.json that names its task")
         if config.task.name in adapters:

@@ -128,6 +128,17 @@ def shots(draw, prototypes="clip", top1=0.5, seed=1, **more):
                support=support | more)  # fmt: skip
 
 
+def test_options_published_for_one_task_do_not_part_a_table(tmp_path):
+    common = {"method": "coop", "protocol": {"kind": "full", "shots": 1}}
+    rows = [row(task, options={"epochs": epochs}, **common) for task, epochs in (("eurosat", None), ("imagenet", 50))]
+    where = {"table": "few_shot", "title": "1-shot CoOp"}
+    found = group(read_results([write(tmp_path, rows)]), **where)
+    assert {line.dataset for line in found.lines if line.measured and not line.is_average} == {"EuroSAT", "ImageNet"}
+    assert "published defaults" not in found.about
+    rows[0]["options"]["epochs"] = 5
+    assert "epochs 5" in group(read_results([write(tmp_path, rows[:1])]), **where).about
+
+
 def test_two_cells_of_one_seed_are_never_two_runs(tmp_path):
     tuned = {"adapter": "org/a", "adapter_weights": "1"}, {"adapter": "org/b", "adapter_weights": "2"}
     rows = [row(top1=0.1, num_images=4), row(prototypes="orion", top1=0.2, num_images=4, **tuned[0])]

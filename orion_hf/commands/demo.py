@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     plots = write_plots(output_dir, task, test, prototypes["averaged prompts"], model)
 
     print(table(task, args.model, len(test), top1, training))
-    print(stock_pipeline_says(output_dir, task, task_images(task, "test", **chosen)[0]))
+    print(stock_pipeline_says(output_dir, task, task_images(task, "test", seed=args.seed, images_per_class=1)[0]))
     print(f"\nadapter   {output_dir}")
     print("\n".join(f"plot      {plot}" for plot in plots))
     files = [output_dir / RESULTS_NAME]

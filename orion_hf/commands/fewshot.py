@@ -51,9 +51,10 @@ from ..measuring import MeasuringArguments, measure_each, read_adapters, read_ta
 from ..methods.clap import CLAP, CLIPAdapter, LinearProbe, TaskRes, ZeroShotLinearProbe
 from ..methods.coop import CoOp
 from ..methods.estimator import Estimator
-from ..methods.tip_adapter import PUBLISHED, TipAdapter, TipAdapterF, published_settings
+from ..methods.tip_adapter import TipAdapter, TipAdapterF
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
+from ..published import published_options
 from ..results import Cell, Results, comparisons, pooled_summary
 from ..tasks import OrionTask
 from .finetune import read_class_prompts
@@ -416,19 +417,6 @@ class SupportSet:
 def batched(rows: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     """Consecutive parts of at most ``size`` rows."""
     return (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def published_options(method: str, task: str) -> dict[str, Any]:
-    """Options that the authors of a method chose for one task.
-
-    Example:
-        >>> published_options("coop", "imagenet"), published_options("clap", "imagenet")
-        ({'epochs': 50}, {})
-    """
-    if method.startswith("tip_adapter") and task in PUBLISHED:
-        epochs = {"epochs": 100} if (method, task) == ("tip_adapter_f", "eurosat") else {}
-        return published_settings(task) | epochs
-    return {"epochs": 50} if (method, task) == ("coop", "imagenet") else {}
 
 
 def build_estimator(cell: Cell, text_model: OrionCLIPTextModel, task: OrionTask) -> Estimator:

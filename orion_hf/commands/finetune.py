@@ -11,7 +11,7 @@ import copy
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from accelerate import Accelerator
@@ -21,9 +21,7 @@ from torch.nn import functional as F
 from ..checkpoint import clear_run
 from ..class_prompts import ClassPrompts, class_prompt_prototypes, load_class_prompts, tokenize_sentences
 from ..configuration_orion import ORION_CONFIG_NAME
-from ..features import ImageEncoder
 from ..geometry import prototype_geometry
-from ..labelled import LabelledFeatures
 from ..layout import aligned_table
 from ..modeling_orion import OrionCLIPTextModel
 from ..options import parse_dataclasses
@@ -32,6 +30,9 @@ from ..repository import PROTOTYPES_NAME, staged_folder, write_prototypes
 from ..tasks import OrionTask
 from ..trainer import OrionTrainer, build_accelerator, sentences_fingerprint
 from ..training_args import OrionTrainingArguments
+
+if TYPE_CHECKING:
+    from ..labelled import LabelledFeatures
 
 _INTERRUPTED = 130  # exit code, as shells give it
 
@@ -273,6 +274,9 @@ def read_validation(script: FinetuneArguments, task: OrionTask) -> LabelledFeatu
         raise ValueError("--validation is looked at during training, and --training_free has none.")
     if script.validation_images_per_class < 1:
         raise ValueError(f"--validation_images_per_class must be at least 1, not {script.validation_images_per_class}")
+    from ..features import ImageEncoder  # brings datasets, which training without images does not need
+    from ..labelled import LabelledFeatures
+
     return LabelledFeatures.of_task(
         ImageEncoder.from_pretrained(script.model, script.revision),
         task,
